@@ -1,0 +1,157 @@
+"""What a version looks like: its tensors, and where they lie in its segment.
+
+A manifest describes a layout, not values: two versions of one model have the same manifest and the same digest.
+Pure: the names of dtypes are strings here, and the torch side of them is in ``handles``.
+
+The canonical form, which check_part insists on: groups lie in the segment in order, each at a multiple of ALIGNMENT,
+without overlapping; they are numbered by their first use, so that a slice of the tensors needs no group that comes
+after it; a group without bytes, which only tensors without elements use, has offset 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from math import prod
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+#: dtype name -> bytes per element. What is not here cannot be published.
+DTYPES: dict[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+}  # fmt: skip
+
+ALIGNMENT = 64  #: bytes; every alias group starts at a multiple of it
+MAX_NDIM = 32
+MAX_TENSORS = 1 << 20
+MAX_NAME_BYTES = 1024
+MAX_SEGMENT_BYTES = 1 << 46
+_LIMIT = 1 << 63  # torch counts in signed 64-bit integers
+
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+Dims = Annotated[tuple[Count, ...], Meta(max_length=MAX_NDIM)]
+
+
+class GroupSpec(Struct, frozen=True, array_like=True):
+    """One alias group: tensors that share memory. It becomes one storage on the other side."""
+
+    offset_bytes: Count  #: from the start of the segment, a multiple of ALIGNMENT
+    nbytes: Count
+
+
+class TensorSpec(Struct, frozen=True, array_like=True):
+    """One tensor by its flat dotted name."""
+
+    name: Name
+    dtype: str  #: a key of DTYPES
+    size: Dims
+    stride: Dims  #: in elements
+    group: Count  #: index into the manifest's groups
+    offset: Count  #: in elements of the own dtype, from the start of the group; 0 when there is no element
+    requires_grad: bool
+    parameter: bool  #: a parameter, or else a buffer or plain tensor
+
+
+class Manifest(Struct, frozen=True):
+    """A complete layout. ``digest`` names it; equal layouts have equal digests."""
+
+    digest: bytes
+    nbytes: int  #: bytes of the segment in use, 0 when no tensor has an element
+    groups: tuple[GroupSpec, ...]
+    tensors: tuple[TensorSpec, ...]
+
+
+def make_manifest(nbytes: int, groups: tuple[GroupSpec, ...], tensors: tuple[TensorSpec, ...]) -> Manifest:
+    """The manifest of a layout. Its digest is the 16-byte blake2b over the msgpack bytes of the three arguments."""
+    layout = msgspec.msgpack.encode((nbytes, groups, tensors))
+    return Manifest(hashlib.blake2b(layout, digest_size=16).digest(), nbytes, groups, tensors)
+
+
+def check_part(
+    nbytes: int,
+    groups: Sequence[GroupSpec],
+    tensors: Sequence[TensorSpec],
+    *,
+    groups_before: Sequence[GroupSpec] = (),
+    names_before: AbstractSet[str] = frozenset(),
+) -> None:
+    """Check one slice of a manifest from a peer: what passes can be built without reading outside the segment.
+
+    ``groups`` and ``tensors`` are the slice's own and come from wire.decode, which has checked their types;
+    ``groups_before`` and ``names_before`` are those of the slices before it. All arithmetic is in Python integers,
+    before torch sees a number. Takes less than 3 ms for 512 tensors.
+
+    Raises:
+        ValueError: the reason why the slice is not a valid layout.
+    """
+    _check_groups(nbytes, groups, groups_before)
+    if len(names_before) + len(tensors) > MAX_TENSORS:
+        raise ValueError(f"more than {MAX_TENSORS} tensors")
+    names = {spec.name for spec in tensors}
+    if len(names) != len(tensors) or not names.isdisjoint(names_before):
+        raise ValueError("two tensors have one name")
+    known = [*groups_before, *groups]
+    used = len(groups_before)
+    for spec in tensors:
+        if spec.group >= used:  # the next unused group, or a gap
+            if spec.group > used or used == len(known):
+                raise ValueError(f"{spec.name!r} is in group {spec.group}, which is not the next of {len(known)}")
+            used += 1
+        reason = _misfit(spec, known[spec.group].nbytes)
+        if reason:
+            raise ValueError(f"{spec.name!r} {reason}")
+    if used != len(known):
+        raise ValueError("a group has no tensor")
+
+
+def _check_groups(nbytes: int, groups: Sequence[GroupSpec], groups_before: Sequence[GroupSpec]) -> None:
+    if not 0 <= nbytes <= MAX_SEGMENT_BYTES:
+        raise ValueError(f"{nbytes} bytes are not a segment")
+    end = max((group.offset_bytes + group.nbytes for group in groups_before), default=0)
+    for group in groups:
+        if group.nbytes == 0 and group.offset_bytes == 0:
+            continue
+        if group.nbytes <= 0 or group.offset_bytes % ALIGNMENT:
+            raise ValueError("a group is empty or misaligned")
+        if group.offset_bytes < end:
+            raise ValueError("two groups overlap or are out of order")
+        end = group.offset_bytes + group.nbytes
+        if end > nbytes:
+            raise ValueError("a group reaches beyond the segment")
+
+
+def _misfit(spec: TensorSpec, group_nbytes: int) -> str:
+    """Why the tensor does not lie within its group of ``group_nbytes`` bytes; empty when it does."""
+    itemsize = DTYPES.get(spec.dtype)
+    if itemsize is None:
+        return f"has the unknown dtype {spec.dtype[:40]!r}"
+    size, stride = spec.size, spec.stride
+    if len(size) != len(stride) or len(size) > MAX_NDIM:
+        return "has a size and stride that do not go together"
+    numel = stored = 1  # elements that show, and those of them that are not repeated by a stride of 0
+    last = spec.offset
+    if last < 0:
+        return "has a negative offset"
+    for length, step in zip(size, stride, strict=True):
+        if length < 0 or not 0 <= step < _LIMIT:
+            return "has a negative or far too large number"
+        numel *= length
+        last += (length - 1) * step
+        if step:
+            stored *= length
+    if numel == 0:
+        if spec.offset or group_nbytes or prod(filter(None, size)) >= _LIMIT:
+            return "has no element, but a place or an impossible size"
+        return ""
+    if group_nbytes % itemsize or (last + 1) * itemsize > group_nbytes:
+        return "reaches beyond its group"
+    if stored * itemsize > group_nbytes or numel * itemsize >= _LIMIT:
+        return "has more elements than its group"
+    return ""

@@ -1,0 +1,490 @@
+"""PublisherProtocol: one publisher, its topics, and its sessions. Sans-IO.
+
+The shell calls a method for everything that happens and then carries out ``take_effects()`` in order. Nothing here
+waits: a publish that finds no segment leaves a reservation, which a later call answers with a Reserved effect.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+from typing import Any
+
+from busync.errors import OptionError, PoolExhausted, ViolationError, WireVersionError
+from busync.ids import Incarnation, LeaseId, SegmentId, SessionId, Version
+from busync.options import PublisherOptions, WhenFull
+from busync.protocol import effects as fx
+from busync.protocol.guards import holds
+from busync.protocol.ledger import Entry, Event, Lease, Ledger, State
+from busync.protocol.status import describe
+from busync.protocol.topics import Content, Reservation, Session, Topic
+from busync.protocol.waits import Wait, WaitFor
+from busync.wire import (
+    WIRE_VERSION,
+    Abandon,
+    Ack,
+    Announce,
+    Digest,
+    DoorUp,
+    Hello,
+    Joined,
+    Nack,
+    Refuse,
+    RefuseCode,
+    Release,
+    Value,
+    Want,
+    Welcome,
+    Withdraw,
+)
+
+MAX_TOPICS = 255
+GREETING_TIMEOUT = 10.0  #: seconds from the connection to Hello, and again to Join
+
+
+class PublisherProtocol:
+    """The decisions of one publisher. Every method takes ``now`` in monotonic seconds where time matters."""
+
+    def __init__(self, options: PublisherOptions, incarnation: Incarnation) -> None:
+        self.options = options
+        self.incarnation = incarnation
+        self.topics: dict[str, Topic] = {}
+        self.sessions: dict[SessionId, Session] = {}
+        self.counters: Counter[str] = Counter()
+        self._leases: dict[LeaseId, Lease] = {}
+        self._reservations: dict[int, Reservation] = {}
+        self._waits: dict[int, Wait] = {}
+        self._effects: list[fx.PublisherEffect] = []
+        self._ids = count(1)
+        self._segments = count(1)
+        self._newest_segment = 0
+        self._digesting: dict[tuple[str, Version], Entry] = {}
+        self._layouts: set[bytes] = set()
+
+    def take_effects(self) -> list[fx.PublisherEffect]:
+        """What the shell must do now, in order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def deadline(self) -> float | None:
+        """When ``handle_timer`` wants to be called, at the latest."""
+        times = [w.deadline_at for w in self._waits.values()]
+        times += [s.deadline_at for s in self.sessions.values() if s.deadline_at is not None]
+        # A reservation that has timed out and still waits can only be helped by an event, not by the clock.
+        times += [t.queue[0].deadline_at for t in self.topics.values() if t.queue and t.ledger.relieve_possible()]
+        return min(times, default=None)
+
+    def handle_timer(self, now: float) -> None:
+        """Let time pass."""
+        for session in [s for s in self.sessions.values() if s.deadline_at is not None and s.deadline_at <= now]:
+            self._end(session, "said nothing for too long")
+        for topic in list(self.topics.values()):
+            self._serve_queue(topic, now)
+        for wait in [w for w in self._waits.values() if w.deadline_at <= now]:
+            self._finish_wait(wait)
+
+    # Publishing
+
+    def topic(self, name: str) -> Topic:
+        """The topic of that name, made if need be.
+
+        Raises:
+            OptionError: there are 255 topics already.
+        """
+        topic = self.topics.get(name)
+        if topic is None:
+            used = {t.slot for t in self.topics.values()}
+            slot = next((i for i in range(1, MAX_TOPICS + 1) if i not in used), None)
+            if slot is None:
+                raise OptionError("topic", name, f"one of the {MAX_TOPICS} topics that exist")
+            topic = Topic(name, slot, Ledger(self.options.max_segments, self._next_segment))
+            self.topics[name] = topic
+            self._effects.append(fx.WriteBoard(slot, Version(0)))
+        return topic
+
+    def reserve(self, topic_name: str, nbytes: int, state: State, now: float) -> int:
+        """Ask for a segment; a Reserved effect answers, now or later. Loans always wait."""
+        topic = self.topic(topic_name)
+        when_full: WhenFull = "wait" if state is State.LOANED else self.options.when_full
+        reservation = Reservation(
+            next(self._ids), topic, nbytes, state, when_full, now, now + self.options.lease_timeout
+        )
+        self._reservations[reservation.id] = reservation
+        topic.queue.append(reservation)
+        self._serve_queue(topic, now)
+        return reservation.id
+
+    def commit(
+        self, reservation_id: int, layout: bytes, label: str, values: dict[str, Value], now: float, *,
+        referenced: bool = False,
+    ) -> Version | None:  # fmt: skip
+        """Publish what was written; None if the guards of the ledger forbid it (the loan is still referenced)."""
+        reservation = self._reservations[reservation_id]
+        topic, entry = reservation.topic, reservation.entry
+        assert entry is not None, "committed without a segment"
+        entry.referenced = referenced
+        version = Version(topic.version + 1)
+        if not topic.ledger.commit(entry, version, layout, label):
+            return None
+        del self._reservations[reservation_id]
+        topic.version = version
+        topic.content = Content(values, now)
+        self.counters["published"] += 1
+        self._effects.append(fx.WriteBoard(topic.slot, version))
+        for session in topic.sessions.values():
+            self._try_grant(session)
+        self._drop_layouts(layout)
+        self._after_change(topic, now)
+        return version
+
+    def discard(self, reservation_id: int, now: float, *, referenced: bool = False) -> None:
+        """A reservation is not wanted any more. ``referenced``: the caller still refers to the loan's memory."""
+        reservation = self._reservations.pop(reservation_id, None)
+        if reservation is None:
+            return
+        topic, entry = reservation.topic, reservation.entry
+        if entry is None:
+            topic.queue.remove(reservation)
+        else:
+            entry.referenced = referenced
+            topic.ledger.step(entry, Event.DISCARD)
+        self._after_change(topic, now)
+
+    def allocation_failed(self, reservation_id: int, now: float) -> None:
+        """The fresh segment of a reservation could not be made."""
+        reservation = self._reservations.pop(reservation_id)
+        assert reservation.entry is not None, "failed without a segment"
+        reservation.topic.ledger.forget(reservation.entry)
+        self._after_change(reservation.topic, now)
+
+    def digest_done(self, topic_name: str, version: Version, digest: bytes | None, now: float) -> None:
+        """ComputeDigest is answered (None: it could not be computed)."""
+        topic = self.topics[topic_name]
+        entry = self._digesting.pop((topic_name, version))
+        entry.digest = digest
+        for reader in topic.digest_readers.pop(version, []):
+            if reader in self.sessions and digest is not None:
+                self._send_digest(self.sessions[reader], version, digest)
+        topic.ledger.unpin(entry)
+        self._after_change(topic, now)
+
+    # Sessions
+
+    def connected(self, pid: int, uid: int, token: bytes, now: float) -> SessionId:
+        """A subscriber's connection was accepted."""
+        session = Session(SessionId(next(self._ids)), pid, uid, token, now + GREETING_TIMEOUT)
+        self.sessions[session.id] = session
+        return session.id
+
+    def receive(self, session_id: SessionId, message: DoorUp, now: float) -> None:
+        """A packet of a session.
+
+        Raises:
+            ViolationError: the message is not allowed now; the shell ends the session.
+        """
+        session = self.sessions.get(session_id)
+        if session is None:
+            return
+        if isinstance(message, Hello):
+            self._hello(session, message, now)
+            return
+        topic = session.topic
+        if topic is None:
+            raise ViolationError(self._peer(session), f"{type(message).__name__} before Hello")
+        match message:
+            case Want():
+                self._want(session, message)
+                return
+            case Withdraw():
+                self._withdraw(session, message)
+            case Ack():
+                self._ack(session, message)
+            case Release():
+                lease = self._leases.get(LeaseId(message.lease))
+                if lease is not None and holds("own_lease", lease, session.id):
+                    self._end_lease(lease)
+                self._try_grant(session)
+            case Abandon():
+                for lease_id in message.leases:
+                    lease = session.leases.get(LeaseId(lease_id))
+                    if lease is not None:
+                        topic.ledger.taint(lease)
+            case Nack():
+                session.reason = message.text
+                self.counters["nacks"] += 1
+                for wait in self._waits_for(topic):
+                    if wait.version <= message.version:
+                        wait.fail(session.id)
+        self._after_change(topic, now)
+
+    def joined(self, session_id: SessionId, now: float) -> None:
+        """The session's routing id was seen on the bus: it is attached. Repetition changes nothing."""
+        session = self.sessions.get(session_id)
+        if session is None or session.topic is None or session.attached:
+            return
+        session.attached, session.deadline_at = True, None
+        self.counters["attached"] += 1
+        self._effects.append(fx.SendBus(session.id, Joined(incarnation=self.incarnation)))
+        self._try_grant(session)
+
+    def lost(self, session_id: SessionId, now: float) -> None:
+        """The session's connection ended. Its open leases end without its word."""
+        session = self.sessions.pop(session_id, None)
+        if session is None:
+            return
+        topic = session.topic
+        if topic is None:
+            return
+        topic.sessions.pop(session.id, None)
+        for wait in self._waits_for(topic):
+            wait.lose(session.id)
+        for lease in list(session.leases.values()):
+            del self._leases[lease.id]
+            topic.ledger.break_lease(lease)
+            self.counters["broken leases"] += 1
+        session.leases.clear()
+        self._after_change(topic, now)
+        if not topic.sessions and not topic.version and not topic.queue and not topic.ledger.entries:
+            del self.topics[topic.name]
+
+    def refuse(self, session_id: SessionId, code: RefuseCode, text: str) -> None:
+        """Tell a session why it cannot be, and end it."""
+        session = self.sessions[session_id]
+        self.counters["refused"] += 1
+        self._effects.append(fx.SendDoor(session.id, Refuse(code=code, text=text)))
+        self._end(session, text)
+
+    # Waiting
+
+    def attached(self, topic_name: str) -> dict[SessionId, str]:
+        """Who is attached to a topic now."""
+        topic = self.topics.get(topic_name)
+        return {s.id: s.name for s in topic.sessions.values() if s.attached} if topic else {}
+
+    def wait(
+        self, topic_name: str, version: Version, what: WaitFor, need: int | None,
+        expected: dict[SessionId, str], deadline_at: float,
+    ) -> int:  # fmt: skip
+        """Wait until sessions acked or released a version; a WaitDone effect answers, now or later.
+
+        ``expected`` are the sessions that count from the start; those that ended since are reported as gone.
+        """
+        topic = self.topic(topic_name)
+        wait = Wait(next(self._ids), topic_name, version, what, need, dict(expected), deadline_at)
+        self._waits[wait.id] = wait
+        for session_id in expected:
+            if session_id not in self.sessions:
+                wait.lose(session_id)
+        self._check_wait(topic, wait)
+        return wait.id
+
+    def cancel_wait(self, wait_id: int) -> None:
+        """Nobody waits any more."""
+        self._waits.pop(wait_id, None)
+
+    # Inside: messages
+
+    def _hello(self, session: Session, hello: Hello, now: float) -> None:
+        if session.topic is not None:
+            raise ViolationError(self._peer(session), "a second Hello")
+        session.name = hello.name or f"pid-{session.pid}"
+        if hello.wire != WIRE_VERSION:
+            self.refuse(session.id, "wire-version", str(WireVersionError(WIRE_VERSION, hello.wire)))
+            return
+        try:
+            topic = self.topic(hello.topic)
+        except OptionError as error:
+            self.refuse(session.id, "topics", str(error))
+            return
+        session.topic, session.deadline_at = topic, now + GREETING_TIMEOUT
+        topic.sessions[session.id] = session
+        welcome = Welcome(
+            wire=WIRE_VERSION, incarnation=self.incarnation, token=session.token, slot=topic.slot,
+            max_held=self.options.max_held,
+        )  # fmt: skip
+        self._effects.append(fx.SendDoor(session.id, welcome))
+
+    def _want(self, session: Session, want: Want) -> None:
+        if not holds("later_number", want.number, session.last_number):
+            return
+        if session.want is not None:
+            raise ViolationError(self._peer(session), "a second Want while one is open")
+        session.last_number = want.number
+        session.want = want
+        self._try_grant(session)
+
+    def _withdraw(self, session: Session, withdraw: Withdraw) -> None:
+        if session.want is not None and session.want.number == withdraw.number:
+            session.want = None
+        for lease in [le for le in session.leases.values() if le.number == withdraw.number]:
+            self._end_lease(lease)
+
+    def _ack(self, session: Session, ack: Ack) -> None:
+        if ack.version > session.granted:
+            raise ViolationError(self._peer(session), f"ack of version {ack.version}, which it was never granted")
+        session.acked = max(session.acked, Version(ack.version))
+
+    def _end_lease(self, lease: Lease) -> None:
+        session = self.sessions[lease.session]
+        assert session.topic is not None, "a lease without a topic"
+        del self._leases[lease.id]
+        del session.leases[lease.id]
+        session.topic.ledger.end_lease(lease)
+
+    # Inside: granting
+
+    def _try_grant(self, session: Session) -> None:
+        topic, want = session.topic, session.want
+        if topic is None or want is None or not session.attached:
+            return
+        entry = topic.ledger.newest()
+        if entry is None or not holds("newer", entry.version, want.have):
+            return
+        if not holds("within_held", len(session.leases), self.options.max_held):
+            return
+        lease = topic.ledger.grant(entry, LeaseId(next(self._ids)), session.id, want.number)
+        session.leases[lease.id] = self._leases[lease.id] = lease
+        session.want = None
+        if session.granted and entry.version > session.granted:
+            session.skipped += entry.version - session.granted - 1
+        session.granted = max(session.granted, entry.version)
+        self._send_grant(topic, session, lease)
+        if want.digest:
+            self._want_digest(topic, session, entry)
+
+    def _send_grant(self, topic: Topic, session: Session, lease: Lease) -> None:
+        entry, content = lease.entry, topic.content
+        assert content is not None, "granted before anything was published"
+        live = topic.ledger.live_segments()
+        session.pushed.intersection_update(live)
+        if entry.segment and entry.segment not in session.pushed:
+            session.pushed.add(entry.segment)
+            self._effects.append(fx.PushSegment(session.id, entry.segment))
+        if session.layout != entry.layout:
+            session.layout = entry.layout
+            self._effects.append(fx.SendManifest(session.id, entry.layout))
+        announce = Announce(
+            incarnation=self.incarnation, number=lease.number, lease=lease.id, version=entry.version,
+            layout=entry.layout, segment=entry.segment, live=live, newest_segment=self._newest_segment,
+            label=entry.label, published_at=content.published_at, values=content.values,
+        )  # fmt: skip
+        self._effects.append(fx.SendBus(session.id, announce))
+
+    def _want_digest(self, topic: Topic, session: Session, entry: Entry) -> None:
+        if entry.digest is not None:
+            self._send_digest(session, entry.version, entry.digest)
+            return
+        readers = topic.digest_readers.setdefault(entry.version, [])
+        readers.append(session.id)
+        if len(readers) == 1:
+            topic.ledger.pin(entry)
+            self._digesting[topic.name, entry.version] = entry
+            self._effects.append(fx.ComputeDigest(topic.name, entry.version, entry.segment, entry.layout))
+
+    def _send_digest(self, session: Session, version: Version, digest: bytes) -> None:
+        message = Digest(incarnation=self.incarnation, version=version, digest=digest)
+        self._effects.append(fx.SendBus(session.id, message))
+
+    # Inside: segments and waits
+
+    def _next_segment(self) -> SegmentId:
+        self._newest_segment = next(self._segments)
+        return SegmentId(self._newest_segment)
+
+    def _serve_queue(self, topic: Topic, now: float) -> None:
+        ledger = topic.ledger
+        while topic.queue:
+            reservation = topic.queue[0]
+            entry = ledger.take(reservation.nbytes, reservation.state)
+            if entry is not None:
+                topic.queue.popleft()
+                reservation.entry = entry
+                self._answer(reservation, now, entry)
+            elif reservation.when_full == "skip":
+                self.counters["skipped"] += 1
+                self._give_up(topic, now, skipped=True)
+            elif not ledger.may_wait():
+                loans = sum(e.state is State.LOANED for e in ledger.entries)
+                self._give_up(topic, now, error=PoolExhausted(topic.name, ledger.max_segments, loans))
+            elif not ledger.relieve(timed_out=now >= reservation.deadline_at):
+                reservation.blocked_by = reservation.blocked_by or self._holders(topic)
+                break
+        self.counters["abandoned"] = sum(t.ledger.abandoned for t in self.topics.values())
+        self._effects += [fx.DropSegment(segment) for segment in ledger.dropped]
+        ledger.dropped.clear()
+
+    def _holders(self, topic: Topic) -> tuple[str, ...]:
+        leases = (lease for e in topic.ledger.entries if e.state is State.RETIRED for lease in e.leases.values())
+        return tuple(sorted({self.sessions[lease.session].name for lease in leases}))
+
+    def _answer(self, reservation: Reservation, now: float, entry: Entry) -> None:
+        waited = now - reservation.asked_at
+        self._effects.append(
+            fx.Reserved(reservation.id, entry.segment, entry.nbytes, entry.fresh, waited, reservation.blocked_by)
+        )
+
+    def _give_up(self, topic: Topic, now: float, *, skipped: bool = False, error: PoolExhausted | None = None) -> None:
+        reservation = topic.queue.popleft()
+        del self._reservations[reservation.id]
+        waited = now - reservation.asked_at
+        self._effects.append(fx.Reserved(reservation.id, SegmentId(0), 0, False, waited, (), error, skipped))
+
+    def _after_change(self, topic: Topic, now: float) -> None:
+        self._serve_queue(topic, now)
+        for wait in self._waits_for(topic):
+            self._check_wait(topic, wait)
+
+    def _drop_layouts(self, added: bytes) -> None:
+        if added not in self._layouts:
+            used = {added}.union(*(t.ledger.layouts() for t in self.topics.values()))
+            self._effects += [fx.DropLayout(layout) for layout in sorted(self._layouts - used)]
+            self._layouts = used
+
+    def _waits_for(self, topic: Topic) -> list[Wait]:
+        return [w for w in self._waits.values() if w.topic == topic.name]
+
+    def _check_wait(self, topic: Topic, wait: Wait) -> None:
+        holding: set[SessionId] = set()
+        if wait.what == "released":
+            entry = topic.ledger.find(wait.version)
+            holding = {lease.session for lease in entry.leases.values()} if entry else set()
+        for session in topic.sessions.values():
+            done = session.acked >= wait.version if wait.what == "acked" else session.id not in holding
+            if done and (wait.need is not None or session.id in wait.pending):
+                wait.report(session.id, session.name)
+        if wait.over:
+            self._finish_wait(wait)
+
+    def _finish_wait(self, wait: Wait) -> None:
+        del self._waits[wait.id]
+        self._effects.append(wait.done())
+
+    def _end(self, session: Session, reason: str) -> None:
+        self._effects.append(fx.EndSession(session.id, reason))
+        session.deadline_at = None
+
+    @staticmethod
+    def _peer(session: Session) -> str:
+        return f"subscriber {session.name or '?'} (pid {session.pid})"
+
+    # Looking
+
+    def status(self) -> dict[str, Any]:
+        """What there is, who holds it, and why; see ``Publisher.status``."""
+        return describe(self.topics, self.sessions, self.counters)
+
+    def validate(self) -> None:
+        """Check every book; tests call it after every step.
+
+        Raises:
+            AssertionError: an invariant is broken.
+        """
+        for topic in self.topics.values():
+            topic.ledger.validate()
+            for entry in topic.ledger.entries:
+                for lease in entry.leases.values():
+                    assert self.sessions[lease.session].leases.get(lease.id) is lease, "a lease without its session"
+        for session in self.sessions.values():
+            assert len(session.leases) <= self.options.max_held, "a session holds more than it may"
+            for lease in session.leases.values():
+                assert lease.entry.leases.get(lease.id) is lease, "a session's lease that no entry knows"

@@ -1,0 +1,242 @@
+"""SubscriberProtocol: what one subscriber knows and says, over one session after another. Sans-IO.
+
+At most one Want is open. A grant is complete when its Announce, its layout and its segment's descriptor are all here;
+they travel on two channels and may arrive in any order, so they are joined here. What is kept over the end of a session
+is only how far the application has come in the present incarnation.
+"""
+
+from __future__ import annotations
+
+from busync.errors import ViolationError
+from busync.ids import Incarnation, LeaseId, SegmentId, Version
+from busync.manifest import GroupSpec, Manifest, TensorSpec, check_part
+from busync.protocol import effects as fx
+from busync.protocol.guards import holds
+from busync.protocol.ledger import NO_VERSION
+from busync.wire import (
+    WIRE_VERSION,
+    Abandon,
+    Ack,
+    Announce,
+    BusDown,
+    Digest,
+    DoorDown,
+    Hello,
+    Joined,
+    ManifestPart,
+    Nack,
+    NackCode,
+    Refuse,
+    Segment,
+    Want,
+    Welcome,
+    Withdraw,
+)
+
+PEER = "the publisher"
+
+
+class SubscriberProtocol:
+    """The decisions of one subscriber of one topic."""
+
+    def __init__(self, topic: str, name: str, *, digests: bool = False) -> None:
+        self.topic = topic
+        self.name = name
+        self.digests = digests
+        self.incarnation: Incarnation | None = None
+        #: the newest version handed to the application in this incarnation
+        self.adopted = NO_VERSION
+        self._number = 0
+        self._effects: list[fx.SubscriberEffect] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self.greeted = False
+        self.attached = False
+        self.max_held = 0
+        #: leases of this session that have not ended: version by lease
+        self.leases: dict[LeaseId, Version] = {}
+        self.segments: dict[SegmentId, int] = {}
+        self._want: Want | None = None
+        self._announce: Announce | None = None  #: of the open Want, until the grant is complete
+        self._manifest: Manifest | None = None
+        self._part: ManifestPart | None = None  #: the last one of a manifest that is not complete
+        self._groups: list[GroupSpec] = []
+        self._tensors: list[TensorSpec] = []
+        self._names: set[str] = set()
+        self._acked = NO_VERSION
+
+    def take_effects(self) -> list[fx.SubscriberEffect]:
+        """What the shell must do now, in order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # The session
+
+    def start(self) -> None:
+        """The door is connected."""
+        self._reset()
+        self._say(Hello(wire=WIRE_VERSION, topic=self.topic, name=self.name))
+
+    def stop(self) -> None:
+        """The session ended: its leases and whatever was in flight are gone with it."""
+        self._reset()
+        self._effects.clear()
+
+    def receive_door(self, message: DoorDown) -> None:
+        """A packet from the door; the shell has already stored the descriptor that came with it.
+
+        Raises:
+            ViolationError: the message is not allowed now; the shell ends the session.
+        """
+        match message:
+            case Welcome():
+                if self.greeted:
+                    raise ViolationError(PEER, "a second Welcome")
+                self.greeted, self.max_held = True, message.max_held
+                if message.incarnation != self.incarnation:
+                    self.incarnation, self.adopted = Incarnation(message.incarnation), NO_VERSION
+                self._effects.append(fx.ConnectBus(message.token, Incarnation(message.incarnation), message.slot))
+            case Refuse():
+                self._effects.append(fx.Rejected(message.code, message.text))
+            case Segment():
+                if holds("same_incarnation", message.incarnation, self.incarnation):
+                    self.segments[SegmentId(message.segment)] = message.nbytes
+                    self._complete()
+
+    def receive_bus(self, message: BusDown) -> None:
+        """A message from the bus.
+
+        Raises:
+            ViolationError: the message is not allowed now; the shell ends the session.
+        """
+        if not holds("same_incarnation", message.incarnation, self.incarnation):
+            return
+        match message:
+            case Joined():
+                if not self.attached:
+                    self.attached = True
+                    self._effects.append(fx.Attached(Incarnation(message.incarnation)))
+            case ManifestPart():
+                self._add_part(message)
+            case Announce():
+                self._announced(message)
+            case Digest():
+                self._effects.append(fx.DigestArrived(Version(message.version), message.digest))
+
+    # What the application wants
+
+    def demand(self, have: Version | None) -> None:
+        """Have one Want open for a version newer than ``have``, or none. To be called again in each session."""
+        if not self.attached:
+            return
+        if self._want is not None:
+            if self._want.have == have:
+                return
+            self._withdraw(self._want)
+        if have is not None:
+            self._number += 1
+            self._want = Want(number=self._number, have=have, digest=self.digests)
+            self._say(self._want)
+
+    def ack(self, version: Version) -> None:
+        """The application uses ``version``."""
+        if version > self._acked:
+            self._acked = version
+            self._say(Ack(version=version))
+
+    def nack(self, version: Version, code: NackCode, text: str) -> None:
+        """The application cannot use ``version``."""
+        self._say(Nack(version=version, code=code, text=text[:1000]))
+
+    def ended(self, lease: LeaseId) -> None:
+        """A lease's Release was sent (by the finalizer of its last user)."""
+        self.leases.pop(lease, None)
+
+    def abandon(self, leases: tuple[LeaseId, ...]) -> None:
+        """This process forks while it maps these leases."""
+        if leases:
+            self._say(Abandon(leases=leases))
+
+    # Inside
+
+    def _withdraw(self, want: Want) -> None:
+        if self._announce is not None:
+            del self.leases[LeaseId(self._announce.lease)]
+        self._want = self._announce = None
+        self._say(Withdraw(number=want.number))
+
+    def _announced(self, announce: Announce) -> None:
+        if self._announce is not None or not holds("asked_for", announce.number, self._want and self._want.number):
+            return
+        if not holds("not_older", announce.version, self.adopted):
+            raise ViolationError(PEER, f"version {announce.version} after version {self.adopted}")
+        self._announce = announce
+        self.leases[LeaseId(announce.lease)] = Version(announce.version)
+        dead = tuple(s for s in self.segments if holds("forgettable", s, announce.live, announce.newest_segment))
+        if dead:
+            for segment in dead:
+                del self.segments[segment]
+            self._effects.append(fx.ForgetSegments(dead))
+        self._complete()
+
+    def _complete(self) -> None:
+        """Hand the announced version over if everything that it needs is here."""
+        announce, manifest = self._announce, self._manifest
+        if announce is None or self._part is not None:
+            return
+        segment = SegmentId(announce.segment)
+        if manifest is None or manifest.digest != announce.layout:
+            raise ViolationError(PEER, f"version {announce.version} has a layout that was never sent")
+        if manifest.nbytes and segment not in self.segments:
+            return
+        nbytes = self.segments[segment] if manifest.nbytes else 0
+        if manifest.nbytes > nbytes:
+            raise ViolationError(PEER, f"a layout of {manifest.nbytes} bytes in a segment of {nbytes}")
+        self._want = self._announce = None
+        self.adopted = max(self.adopted, Version(announce.version))
+        self._effects.append(
+            fx.Granted(
+                LeaseId(announce.lease),
+                Version(announce.version),
+                segment,
+                nbytes,
+                manifest,
+                announce.label,
+                announce.values,
+                announce.published_at,
+            )
+        )
+
+    def _add_part(self, part: ManifestPart) -> None:
+        last = self._part
+        expected = 0 if last is None else last.part + 1
+        same = last is None or (last.layout, last.parts, last.nbytes) == (part.layout, part.parts, part.nbytes)
+        if part.part != expected or not same:
+            raise ViolationError(PEER, f"part {part.part} of a manifest instead of {expected}")
+        if last is None:
+            self._groups, self._tensors, self._names = [], [], set()
+        try:
+            check_part(part.nbytes, part.groups, part.tensors, groups_before=self._groups, names_before=self._names)
+        except ValueError as error:
+            raise ViolationError(PEER, f"a manifest that cannot be: {error}") from None
+        self._groups += part.groups
+        self._tensors += part.tensors
+        self._names.update(t.name for t in part.tensors)
+        self._part = part
+        if part.part + 1 == part.parts:
+            self._part = None
+            self._manifest = Manifest(part.layout, part.nbytes, tuple(self._groups), tuple(self._tensors))
+            self._groups, self._tensors, self._names = [], [], set()
+
+    def _say(self, message: Hello | Want | Withdraw | Ack | Nack | Abandon) -> None:
+        self._effects.append(fx.ToDoor(message))
+
+    def validate(self) -> None:
+        """Check the books; tests call it after every step.
+
+        Raises:
+            AssertionError: an invariant is broken.
+        """
+        assert len(self.leases) <= max(self.max_held, 0), "more leases than allowed"
+        assert self._announce is None or self._want is not None, "an answer without a question"

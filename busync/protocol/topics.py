@@ -1,0 +1,71 @@
+"""What a publisher keeps about its topics and sessions. Plain records; ``publisher`` decides over them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from busync.ids import LeaseId, SegmentId, SessionId, Version
+from busync.options import WhenFull
+from busync.protocol.ledger import NO_VERSION, Entry, Lease, Ledger, State
+from busync.wire import Value, Want
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connection of one subscriber."""
+
+    id: SessionId
+    pid: int
+    uid: int
+    token: bytes
+    deadline_at: float | None  #: greeted by then, or ended
+    name: str = ""
+    topic: Topic | None = None
+    attached: bool = False
+    want: Want | None = None
+    last_number: int = 0
+    pushed: set[SegmentId] = field(default_factory=set)
+    layout: bytes = b""  #: the last one sent; the bus keeps order, so one is enough
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    granted: Version = NO_VERSION
+    acked: Version = NO_VERSION
+    skipped: int = 0
+    reason: str = ""  #: of its last Nack
+
+
+@dataclass(slots=True, eq=False)
+class Content:
+    """What travels with every Announce of the newest version."""
+
+    values: dict[str, Value]
+    published_at: float
+
+
+@dataclass(slots=True, eq=False)
+class Topic:
+    """One stream of versions."""
+
+    name: str
+    slot: int
+    ledger: Ledger
+    version: Version = NO_VERSION
+    content: Content | None = None
+    sessions: dict[SessionId, Session] = field(default_factory=dict)
+    queue: deque[Reservation] = field(default_factory=deque)
+    digest_readers: dict[Version, list[SessionId]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A publish or a loan that wants a segment."""
+
+    id: int
+    topic: Topic
+    nbytes: int
+    state: State
+    when_full: WhenFull
+    asked_at: float
+    deadline_at: float
+    entry: Entry | None = None
+    blocked_by: tuple[str, ...] = ()  #: who held what it waits for

@@ -1,0 +1,211 @@
+"""Messages: their shape, their limits, their bytes.
+
+The ``msgpack`` package carries the bytes with every limit set; ``msgspec`` structs say what a message looks like and
+check it. Unknown fields are ignored, so that a later revision may add some; whatever cannot be ignored gets a new
+WIRE_VERSION, which is exchanged in Hello and Welcome. Nothing received is ever executed, looked up or unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgpack
+import msgspec
+from msgspec import Meta, Struct
+
+from busync.errors import DecodeError
+from busync.manifest import MAX_SEGMENT_BYTES, MAX_TENSORS, GroupSpec, Name, TensorSpec
+
+WIRE_VERSION = 1
+
+MAX_PACKET_BYTES = 32 * 1024  #: one packet on the door
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024  #: one message on the bus
+MAX_VALUES_BYTES = 1024 * 1024  #: the plain values of one version, encoded
+MAX_TEXT = 1000  #: characters of a text for people
+PART_TENSORS = 512  #: tensors in one ManifestPart, so that decoding one never holds a loop for long
+
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Label = Annotated[str, Meta(max_length=200)]
+Digest16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Digest32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Seconds = Annotated[float, Meta(ge=0)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+#: A plain value that travels beside tensors.
+Value = bool | int | float | str | bytes | None
+VALUE_TYPES: tuple[type, ...] = (bool, int, float, str, bytes, type(None))
+RefuseCode = Literal["uid", "wire-version", "descriptors", "topics", "protocol", "closing"]
+NackCode = Literal["attach", "apply"]
+
+
+class Message(Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):
+    """Base of all messages; the field ``type`` says which one it is."""
+
+
+# Door, upstream
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """The first packet of a session."""
+
+    wire: Number
+    topic: Annotated[str, Meta(min_length=1, max_length=200)]
+    name: Label
+
+
+class Want(Message, frozen=True, kw_only=True):
+    """The reader's code waits for a version newer than ``have``. At most one Want of a session is open."""
+
+    number: Number  #: grows by at least 1 with each Want of the session
+    have: Number
+    digest: bool = False  #: also compute and send the version's content digest
+
+
+class Withdraw(Message, frozen=True, kw_only=True):
+    """The reader no longer waits, and promises never to map a grant of this Want."""
+
+    number: Number
+
+
+class Ack(Message, frozen=True, kw_only=True):
+    """``version`` is in use here; stands for every version up to it."""
+
+    version: Number
+
+
+class Release(Message, frozen=True, kw_only=True):
+    """No tensor of this lease is left in the process."""
+
+    lease: Number
+
+
+class Abandon(Message, frozen=True, kw_only=True):
+    """The process cannot promise any more when these leases end (it forks): never write to their segments again."""
+
+    leases: Annotated[tuple[Number, ...], Meta(max_length=1024)]
+
+
+class Nack(Message, frozen=True, kw_only=True):
+    """``version`` could not be attached or applied here."""
+
+    version: Number
+    code: NackCode
+    text: Text
+
+
+# Door, downstream
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The session exists. Comes with the descriptor of the board."""
+
+    wire: Number
+    incarnation: Number
+    token: Digest16  #: the session's routing id on the bus
+    slot: Annotated[int, Meta(ge=1, le=255)]  #: the topic's slot on the board
+    max_held: Annotated[int, Meta(ge=1, le=1024)]
+
+
+class Refuse(Message, frozen=True, kw_only=True):
+    """There will be no session, or it ends now."""
+
+    code: RefuseCode
+    text: Text
+
+
+class Segment(Message, frozen=True, kw_only=True):
+    """Comes with the descriptor of a segment that this session has not seen yet."""
+
+    incarnation: Number
+    segment: Number
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]
+
+
+# Bus
+
+
+class Join(Message, frozen=True, kw_only=True):
+    """Upstream, once: this routing id is connected."""
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    """The answer to Join: the session is attached."""
+
+    incarnation: Number
+
+
+class ManifestPart(Message, frozen=True, kw_only=True):
+    """A slice of a manifest; part ``part`` of ``parts``, in order. Sent once per session and layout."""
+
+    incarnation: Number
+    layout: Digest16
+    part: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]
+    parts: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]
+    nbytes: Annotated[int, Meta(ge=0, le=MAX_SEGMENT_BYTES)]
+    groups: tuple[GroupSpec, ...]
+    tensors: tuple[TensorSpec, ...]
+
+
+class Announce(Message, frozen=True, kw_only=True):
+    """The answer to Want ``number``: a lease on ``version``, whose bytes are in ``segment``."""
+
+    incarnation: Number
+    number: Number
+    lease: Number
+    version: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    layout: Digest16
+    segment: Number  #: 0 when no tensor of the version has an element
+    live: Annotated[tuple[Number, ...], Meta(max_length=4096)]  #: segments of the topic that may still be announced
+    newest_segment: Number  #: every segment up to it that is not in ``live`` will never be announced again
+    label: Label
+    published_at: Seconds  #: CLOCK_MONOTONIC of the machine
+    values: dict[Name, Any]  #: each a Value; msgspec has no union of str and bytes, so decoding checks it
+
+
+class Digest(Message, frozen=True, kw_only=True):
+    """SHA-256 over the content of a version; see ``handles.cpu.content_digest``."""
+
+    incarnation: Number
+    version: Number
+    digest: Digest32
+
+
+DoorUp = Hello | Want | Withdraw | Ack | Release | Abandon | Nack
+DoorDown = Welcome | Refuse | Segment
+BusUp = Join
+BusDown = Joined | ManifestPart | Announce | Digest
+
+_M = TypeVar("_M")
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message. The caller has checked sizes; see ``check_values``."""
+    packed: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)), use_bin_type=True)
+    return packed
+
+
+def _decoder(channel: str, union: Any, max_bytes: int) -> Callable[[bytes], Any]:
+    def decode(data: bytes) -> Any:
+        if len(data) > max_bytes:
+            raise DecodeError(channel, f"{len(data)} bytes are more than the {max_bytes} allowed")
+        try:
+            tree = msgpack.unpackb(
+                data, raw=False, strict_map_key=True, use_list=False,
+                max_str_len=max_bytes, max_bin_len=max_bytes, max_array_len=max_bytes,
+                max_map_len=max_bytes, max_ext_len=0,
+            )  # fmt: skip
+            message = msgspec.convert(tree, union)
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise DecodeError(channel, str(error)[:200] or type(error).__name__) from None
+        if isinstance(message, Announce) and not all(type(v) in VALUE_TYPES for v in message.values.values()):
+            raise DecodeError(channel, "a value is not plain")
+        return message
+
+    return decode
+
+
+#: Decode one packet or message of a channel and direction, or raise DecodeError.
+decode_door_up: Callable[[bytes], DoorUp] = _decoder("door", DoorUp, MAX_PACKET_BYTES)
+decode_door_down: Callable[[bytes], DoorDown] = _decoder("door", DoorDown, MAX_PACKET_BYTES)
+decode_bus_up: Callable[[bytes], BusUp] = _decoder("bus", BusUp, 256)
+decode_bus_down: Callable[[bytes], BusDown] = _decoder("bus", BusDown, MAX_MESSAGE_BYTES)
