@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from busync.handles import content_digest as content_digest
     from busync.publisher import Loan as Loan
     from busync.publisher import Publisher as Publisher
-    from busync.publisher import PublishReport as PublishReport
+    from busync.publishing import PublishReport as PublishReport
     from busync.snapshot import Snapshot as Snapshot
     from busync.subscriber import Subscriber as Subscriber
 
@@ -45,7 +45,7 @@ __version__ = "0.1.0"
 #: Loaded when first used, so that ``import busync`` brings in neither torch nor zmq.
 _LAZY = {
     "Loan": "busync.publisher",
-    "PublishReport": "busync.publisher",
+    "PublishReport": "busync.publishing",
     "Publisher": "busync.publisher",
     "Snapshot": "busync.snapshot",
     "Subscriber": "busync.subscriber",

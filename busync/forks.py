@@ -28,9 +28,11 @@ class ForkAware(Protocol):
 
     def before_fork(self) -> None:
         """Called in the parent, in the forking thread, before the fork. Must not wait for another thread."""
+        return  # a body, so that subclasses need not override it
 
     def after_fork_in_child(self) -> None:
         """Called in the child. Must be safe to call twice: an owner may hand it on to its parts."""
+        return
 
 
 _registered: weakref.WeakSet[ForkAware] = weakref.WeakSet()

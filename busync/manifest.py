@@ -68,6 +68,23 @@ class Manifest(Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
 
 
+def extent(size: Sequence[int], stride: Sequence[int]) -> tuple[int, int, bool]:
+    """How a tensor with at least one element lies in memory.
+
+    Returns:
+        Elements, not counting those that a stride of 0 repeats; elements from the first to the last, gaps included;
+        whether the former all have places of their own (False may also mean that this is hard to tell).
+    """
+    stored = span = 1
+    injective = True
+    for step, length in sorted(zip(stride, size, strict=True)):
+        if step and length != 1:
+            injective = injective and step >= span
+            stored *= length
+            span += (length - 1) * step
+    return stored, span, injective
+
+
 def make_manifest(nbytes: int, groups: tuple[GroupSpec, ...], tensors: tuple[TensorSpec, ...]) -> Manifest:
     """The manifest of a layout. Its digest is the 16-byte blake2b over the msgpack bytes of the three arguments."""
     layout = msgspec.msgpack.encode((nbytes, groups, tensors))

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from busync.errors import DecodeError
-from busync.manifest import MAX_SEGMENT_BYTES, MAX_TENSORS, GroupSpec, Name, TensorSpec
+from busync.manifest import MAX_SEGMENT_BYTES, MAX_TENSORS, GroupSpec, Manifest, Name, TensorSpec
 
 WIRE_VERSION = 1
 
@@ -146,6 +146,26 @@ class ManifestPart(Message, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]
 
 
+def manifest_parts(manifest: Manifest, incarnation: int) -> list[ManifestPart]:
+    """The messages that carry a manifest: at most PART_TENSORS tensors each, far below MAX_MESSAGE_BYTES.
+
+    A part brings the groups that its tensors are the first to use. A manifest without tensors is one part.
+    """
+    starts = range(0, max(1, len(manifest.tensors)), PART_TENSORS)
+    parts: list[ManifestPart] = []
+    used = 0  # groups in the parts so far
+    for part, start in enumerate(starts):
+        tensors = manifest.tensors[start : start + PART_TENSORS]
+        first, used = used, max([used, *(spec.group + 1 for spec in tensors)])
+        parts.append(
+            ManifestPart(
+                incarnation=incarnation, layout=manifest.digest, part=part, parts=len(starts), nbytes=manifest.nbytes,
+                groups=manifest.groups[first:used], tensors=tensors,
+            )
+        )  # fmt: skip
+    return parts
+
+
 class Announce(Message, frozen=True, kw_only=True):
     """The answer to Want ``number``: a lease on ``version``, whose bytes are in ``segment``."""
 
@@ -163,7 +183,7 @@ class Announce(Message, frozen=True, kw_only=True):
 
 
 class Digest(Message, frozen=True, kw_only=True):
-    """SHA-256 over the content of a version; see ``handles.cpu.content_digest``."""
+    """SHA-256 over the content of a version; see ``handles.content_digest``."""
 
     incarnation: Number
     version: Number

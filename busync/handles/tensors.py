@@ -73,7 +73,7 @@ def _class_name(tensor: torch.Tensor) -> str:
 
 
 def _subclass_remedy(tensor: torch.Tensor) -> str:
-    if nn.parameter.is_lazy(tensor):  # type: ignore[no-untyped-call]
+    if nn.parameter.is_lazy(tensor):
         return "run the module once, so that its lazy parameters get a shape"
     if hasattr(tensor, "full_tensor"):
         return "publish full_tensor(), or to_local() of each rank"

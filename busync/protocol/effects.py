@@ -106,7 +106,7 @@ class WaitDone:
     acked: tuple[str, ...]
     pending: tuple[str, ...]
     gone: tuple[str, ...]
-    failed: tuple[str, ...]
+    failed: tuple[tuple[str, str], ...]  #: name and reason
 
 
 PublisherEffect = (

@@ -214,7 +214,7 @@ class PublisherProtocol:
                 self.counters["nacks"] += 1
                 for wait in self._waits_for(topic):
                     if wait.version <= message.version:
-                        wait.fail(session.id)
+                        wait.fail(session.id, message.text)
         self._after_change(topic, now)
 
     def joined(self, session_id: SessionId, now: float) -> None:

@@ -15,7 +15,6 @@ from busync.protocol.guards import holds
 from busync.protocol.ledger import NO_VERSION
 from busync.wire import (
     WIRE_VERSION,
-    Abandon,
     Ack,
     Announce,
     BusDown,
@@ -153,11 +152,6 @@ class SubscriberProtocol:
         """A lease's Release was sent (by the finalizer of its last user)."""
         self.leases.pop(lease, None)
 
-    def abandon(self, leases: tuple[LeaseId, ...]) -> None:
-        """This process forks while it maps these leases."""
-        if leases:
-            self._say(Abandon(leases=leases))
-
     # Inside
 
     def _withdraw(self, want: Want) -> None:
@@ -229,7 +223,7 @@ class SubscriberProtocol:
             self._manifest = Manifest(part.layout, part.nbytes, tuple(self._groups), tuple(self._tensors))
             self._groups, self._tensors, self._names = [], [], set()
 
-    def _say(self, message: Hello | Want | Withdraw | Ack | Nack | Abandon) -> None:
+    def _say(self, message: Hello | Want | Withdraw | Ack | Nack) -> None:
         self._effects.append(fx.ToDoor(message))
 
     def validate(self) -> None:

@@ -28,7 +28,7 @@ class Wait:
     deadline_at: float
     acked: dict[SessionId, str] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)  #: name and reason
 
     @property
     def over(self) -> bool:
@@ -46,11 +46,11 @@ class Wait:
         if name is not None:
             self.gone.append(name)
 
-    def fail(self, session: SessionId) -> None:
+    def fail(self, session: SessionId, reason: str) -> None:
         """The session said that it cannot use the version."""
         name = self.pending.pop(session, None)
         if name is not None:
-            self.failed.append(name)
+            self.failed.append((name, reason))
 
     def done(self) -> WaitDone:
         """The report."""

@@ -4,4 +4,6 @@
     door      packets with at most one descriptor, over a Unix socket: admission, acks, releases, segments
     bus       messages over ZeroMQ: announcements and manifests
     board     the newest version of every topic, in one shared page
+
+Each registers what must not survive in a forked child with ``forks``.
 """

@@ -1,7 +1,8 @@
 """The door: packets with at most one descriptor each, over a Unix SOCK_SEQPACKET socket.
 
-A packet arrives whole and in order, or the connection has ended. The kernel vouches for who is at the other end. Nothing
-here blocks: the shell watches ``fileno()`` for input, and for output while ``pending``.
+A packet arrives whole and in order, or the connection has ended. The kernel vouches for who is at the other end.
+Nothing here blocks: the shell watches ``fileno()`` for input, and calls ``flush`` now and then while something is
+``pending``. (By a timer: a socket without room for another descriptor counts as ready for output.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import struct
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -25,7 +25,10 @@ MAX_PACKET_BYTES = 32 * 1024  #: the same as in ``wire``, which this layer does 
 _BACKLOG = 1024
 #: Room for the control messages of one packet: a descriptor, and credentials in case they are ever switched on.
 _CONTROL_BYTES = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(12)
-_SEND_FLAGS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+# Plain ints: the operators of socket's enums are slow.
+_SEND_FLAGS = int(socket.MSG_NOSIGNAL)
+_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
+_DATA_CUT, _CUT = int(socket.MSG_TRUNC), int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _FD = struct.Struct("i")
 #: A send that may work later: no room, or too many descriptors of this user are in flight.
 _BUSY = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS, errno.EINTR})
@@ -81,8 +84,8 @@ class DoorConnection(forks.ForkAware):
     def send(self, data: bytes, fd: OwnedFd | None = None) -> bool:
         """Send one packet, after those that wait; if there is no room, keep it (and a duplicate of ``fd``).
 
-        Packets of one thread arrive in order. A connection that has ended swallows packets: ``receive`` reports the
-        end. So does one in a forked child.
+        ``data`` is not empty and at most MAX_PACKET_BYTES long. Packets of one thread arrive in order. A connection
+        that has ended swallows packets (``receive`` reports the end), and so does one in a forked child.
 
         Returns:
             True if nothing waits now, False if something does: then call ``flush`` when there is room.
@@ -139,7 +142,7 @@ class DoorConnection(forks.ForkAware):
         """
         while True:
             try:
-                data, control, flags, _ = self._sock.recvmsg(MAX_PACKET_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
+                data, control, flags, _ = self._sock.recvmsg(MAX_PACKET_BYTES, _CONTROL_BYTES, _CLOEXEC)
             except BlockingIOError:
                 return None
             except ConnectionResetError:
@@ -149,10 +152,10 @@ class DoorConnection(forks.ForkAware):
             except OSError as error:
                 raise EOFError from error
             fds = _take_fds(control) if control else ()
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if flags & _CUT:
                 for fd in fds:
                     fd.close()
-                if flags & socket.MSG_TRUNC:
+                if flags & _DATA_CUT:
                     raise DecodeError("door", f"a packet is larger than the {MAX_PACKET_BYTES} bytes allowed")
                 raise FdError("descriptors were sent and did not all arrive", _LIMIT_REMEDY)
             if not data and not fds:
@@ -169,8 +172,9 @@ class DoorConnection(forks.ForkAware):
 
         Only for a connection that no finalizer refers to; otherwise ``shutdown``, and let go of it.
         """
-        forks.unregister(self)
-        self._sock.close()
+        with forks.fork_lock:
+            self._sock.close()
+            forks.unregister(self)
         self._forget_outbox()
 
     def after_fork_in_child(self) -> None:
@@ -225,16 +229,13 @@ def door_connect(path: str) -> DoorConnection:
         FdError: the process has no descriptor left.
     """
     with forks.fork_lock:
-        return _adopt(_open_socket(), lambda sock: sock.connect(path))
-
-
-def _adopt(sock: socket.socket, prepare: Callable[[socket.socket], None]) -> DoorConnection:
-    try:
-        prepare(sock)
+        sock = _open_socket()
+        try:
+            sock.connect(path)
+        except BaseException:
+            sock.close()
+            raise
         return DoorConnection(sock)
-    except BaseException:
-        sock.close()
-        raise
 
 
 class DoorListener(forks.ForkAware):
@@ -280,32 +281,38 @@ class DoorListener(forks.ForkAware):
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                self._turn_one_away()
+                if not self._turn_one_away():
+                    return None
                 raise FdError("a subscriber was turned away: no descriptor is left", _LIMIT_REMEDY) from error
-            return _adopt(sock, lambda _: None)
+            return DoorConnection(sock)
 
-    def _turn_one_away(self) -> None:
+    def _turn_one_away(self) -> bool:
+        """Close the next connection. False if nobody waits: at the limit, the kernel complains before it looks."""
         if self._reserve is not None:
             self._reserve.close()
-            with suppress(OSError):
-                self._sock.accept()[0].close()
-        self._reserve = _open_reserve()
+        try:
+            self._sock.accept()[0].close()
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # not even now: another thread was faster
+        finally:
+            self._reserve = _open_reserve()
+        return True
 
     def close(self) -> None:
         """Stop listening. The path stays; see ``Claim.release``. May be called again."""
-        forks.unregister(self)
-        self._sock.close()
-        if self._reserve is not None:
-            self._reserve.close()
+        with forks.fork_lock:
+            self._sock.close()
+            if self._reserve is not None:
+                self._reserve.close()
+            forks.unregister(self)
 
     def after_fork_in_child(self) -> None:
         """Close the child's copy, which would keep callers of a dead publisher waiting."""
         _abandon_socket(self._sock)
         if self._reserve is not None:
             self._reserve.close()
-
-    def __del__(self) -> None:
-        self._sock.close()
 
 
 def _open_reserve() -> OwnedFd | None:

@@ -1,7 +1,7 @@
 """The directory where a publisher is found: ``bus`` and ``door`` (sockets) and ``lock`` (who holds it).
 
-The lock is held with flock for as long as the publisher lives, so the kernel lets go of it with the process, and it is
-never unlinked: two publishers could otherwise hold two files of that name. Nothing but a socket of ours is ever removed.
+The lock is held with flock for as long as the publisher lives, so the kernel lets go of it with the process. It is
+never unlinked: two publishers could otherwise hold two files of that name. Nothing but our sockets is ever removed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Endpoint:
         ``/tmp/busync-UID``. A path object, a text with a slash and ``ipc://PATH`` name the directory itself.
 
         Raises:
-            EndpointError: it is empty, "." or "..", holds a NUL, has another scheme, or is too long for a socket.
+            EndpointError: it is empty, "." or "..", holds a NUL, has another scheme, is not UTF-8, or is too long for
+                a socket.
         """
         text = os.fspath(where)
         if not isinstance(text, str):
@@ -77,9 +78,10 @@ class Endpoint:
             else:
                 runtime = _runtime_directory()
                 endpoint = cls(text, os.path.join(runtime, path), runtime)
+            endpoint.directory.encode()  # ZeroMQ takes nothing but UTF-8
             too_long = len(os.fsencode(endpoint.door_path)) - MAX_SOCKET_PATH_BYTES
-        except (OSError, UnicodeEncodeError) as error:  # the working directory is gone; a lone surrogate
-            raise EndpointError(repr(text), f"cannot be resolved: {error}", "use another name, or a full path") from error
+        except (OSError, UnicodeEncodeError) as error:  # OSError: the working directory is gone
+            raise EndpointError(repr(text), f"cannot be resolved: {error}", "use an absolute path in UTF-8") from error
         if too_long > 0:
             reason = f"the path {endpoint.door_path} is {too_long} bytes too long for a Unix socket"
             raise EndpointError(text, reason, "use a shorter path or name, or set BUSYNC_RUNTIME_DIR to a short one")

@@ -1,0 +1,247 @@
+"""Publisher and Subscriber for plain code, without an event loop of the caller's.
+
+    with busync.blocking.Publisher("policy") as pub: pub.publish(model)
+    with busync.blocking.Subscriber("policy") as sub:
+        for snapshot in sub: snapshot.load_into(model)
+
+They promise and raise what their asyncio namesakes do; where those can be cancelled, these can be interrupted
+(Ctrl-C). A subscriber runs a private loop inside each of its calls and nothing between them: a version that is asked
+for is fetched in the call that asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+from collections.abc import Coroutine, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from busync import forks
+from busync import subscriber as aio
+from busync.errors import ClosedError, UsageError
+from busync.handles import NameMap, Source
+from busync.ids import DEFAULT_TOPIC, check_label
+from busync.protocol.waits import WaitFor
+from busync.publisher import WAIT_TIMEOUT, LoanBase, PublisherBase
+from busync.publishing import PublishReport, Wait
+from busync.snapshot import Snapshot as AsyncSnapshot
+from busync.snapshot import Tensors
+from busync.wire import Value
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Loan", "Publisher", "Snapshot", "Subscriber"]
+
+T = TypeVar("T")
+
+
+class Publisher(PublisherBase):
+    """As ``busync.Publisher``, for plain code."""
+
+    def __enter__(self) -> Self:
+        server = self._start()
+        try:
+            server.ready.result()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """As ``busync.Publisher.close``."""
+        server = self._stop()
+        if server is not None:
+            concurrent.futures.wait([server.ended])
+
+    def publish(
+        self, source: Source, *, topic: str = DEFAULT_TOPIC, label: str = "", wait: Wait = "none",
+        timeout: float = WAIT_TIMEOUT,
+    ) -> PublishReport:  # fmt: skip
+        """As ``busync.Publisher.publish``."""
+        return self._publish(source, topic, label, wait, timeout).block()
+
+    def loan(
+        self, like: Source | Mapping[str, tuple[str | torch.dtype, tuple[int, ...]]], *, topic: str = DEFAULT_TOPIC
+    ) -> Loan:
+        """As ``busync.Publisher.loan``, with a plain ``with``."""
+        check_label("topic", topic)
+        return Loan(self, like, topic)
+
+    def wait(
+        self, version: int, what: WaitFor = "acked", *, timeout: float = WAIT_TIMEOUT, topic: str = DEFAULT_TOPIC
+    ) -> None:
+        """As ``busync.Publisher.wait``."""
+        self._wait(version, what, timeout, topic).block()
+
+
+class Loan(LoanBase):
+    """As ``busync.Loan``, for plain code."""
+
+    def __enter__(self) -> Self:
+        self._lent = self._lend().block()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        call = self._give_back()
+        if call is not None:
+            call.block()
+
+    def publish(
+        self, *, label: str = "", values: Mapping[str, Value] | None = None, wait: Wait = "none",
+        timeout: float = WAIT_TIMEOUT,
+    ) -> PublishReport:  # fmt: skip
+        """As ``busync.Loan.publish``."""
+        return self._publish(label, values, wait, timeout).block()
+
+
+class Snapshot:
+    """As ``busync.Snapshot``, for plain code."""
+
+    def __init__(self, subscriber: Subscriber, inner: AsyncSnapshot) -> None:
+        self._subscriber = subscriber
+        self._inner = inner
+        self.version, self.label, self.topic = inner.version, inner.label, inner.topic
+        self.incarnation, self.nbytes = inner.incarnation, inner.nbytes
+        self.values, self.manifest, self.published_at = inner.values, inner.manifest, inner.published_at
+
+    @property
+    def tensors(self) -> Tensors:
+        """As ``busync.Snapshot.tensors``."""
+        return self._inner.tensors
+
+    def load_into(self, *modules: nn.Module, strict: bool = True, map: NameMap | None = None) -> None:
+        """As ``busync.Snapshot.load_into``."""
+        self._subscriber._run(self._inner.load_into(*modules, strict=strict, map=map))
+
+    def ack(self) -> None:
+        """As ``busync.Snapshot.ack``."""
+        self._subscriber._run(self._inner.ack())
+
+    def release(self) -> None:
+        """As ``busync.Snapshot.release``."""
+        self._inner.release()
+
+    def digest(self, timeout: float = 30.0) -> bytes:
+        """As ``busync.Snapshot.digest``."""
+        return self._subscriber._run(self._inner.digest(timeout))
+
+    def __enter__(self) -> Self:
+        self._subscriber._run(self._inner.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._subscriber._run(self._inner.__aexit__(kind, error, traceback))
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+
+class Subscriber:
+    """As ``busync.Subscriber``, for plain code. For one thread, which may not have a running loop."""
+
+    def __init__(
+        self, endpoint: str | os.PathLike[str], *, topic: str = DEFAULT_TOPIC, name: str = "",
+        connect_timeout: float = 10.0, prefetch: bool = False, digests: bool = False,
+    ) -> None:  # fmt: skip
+        self._inner = aio.Subscriber(
+            endpoint, topic=topic, name=name, connect_timeout=connect_timeout, prefetch=prefetch, digests=digests
+        )
+        self._runner: asyncio.Runner | None = None
+        self.topic, self.name = self._inner.topic, self._inner.name
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            if self._runner is None:
+                raise ClosedError("subscriber")
+            forks.ensure_same_process(self._inner._pid, "subscriber")
+            return self._runner.run(coroutine)
+        except RuntimeError as error:
+            raise UsageError(f"not from here: {error}", "use busync.Subscriber inside a running loop") from error
+        finally:
+            coroutine.close()
+
+    def __enter__(self) -> Self:
+        self._runner = asyncio.Runner()
+        try:
+            self._run(self._inner.__aenter__())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """As ``busync.Subscriber.close``."""
+        runner = self._runner
+        if runner is not None and os.getpid() == self._inner._pid:
+            self._run(self._inner.close())
+            self._runner = None
+            runner.close()
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        """Iterate over versions as they come; ends only with the loop's body or an exception."""
+        while True:
+            yield self.next()
+
+    def next(self, timeout: float | None = None) -> Snapshot:
+        """As ``busync.Subscriber.next``."""
+        return Snapshot(self, self._run(self._inner.next(timeout)))
+
+    def latest(self, timeout: float | None = None) -> Snapshot:
+        """As ``busync.Subscriber.latest``."""
+        return Snapshot(self, self._run(self._inner.latest(timeout)))
+
+    def wait_version(self, version: int, timeout: float | None = None) -> Snapshot:
+        """As ``busync.Subscriber.wait_version``."""
+        return Snapshot(self, self._run(self._inner.wait_version(version, timeout)))
+
+    def poll(self) -> Snapshot | None:
+        """As ``busync.Subscriber.poll``."""
+
+        async def poll() -> AsyncSnapshot | None:
+            return self._inner.poll()
+
+        snapshot = self._run(poll())
+        return Snapshot(self, snapshot) if snapshot is not None else None
+
+    @property
+    def version(self) -> int:
+        """As ``busync.Subscriber.version``."""
+        return self._inner.version
+
+    @property
+    def adopted(self) -> int:
+        """As ``busync.Subscriber.adopted``."""
+        return self._inner.adopted
+
+    @property
+    def lag(self) -> int:
+        """As ``busync.Subscriber.lag``."""
+        return self._inner.lag
+
+    @property
+    def connected(self) -> bool:
+        """As ``busync.Subscriber.connected``; gives the private loop a turn, in which it may reconnect."""
+
+        async def look() -> bool:
+            await asyncio.sleep(0)
+            return self._inner.connected
+
+        return self._run(look()) if self._runner is not None else False

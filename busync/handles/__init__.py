@@ -1,0 +1,56 @@
+"""Between torch and memory: everything that knows what a tensor is.
+
+    source    what a publish is given -> flat names, tensors, plain values
+    tensors   which tensors can be published; dtypes and their names
+    layout    tensors -> manifest, and the plan to copy them into a segment
+    copying   the plan's copies as jobs for worker threads
+    memory    segments: made, sealed, checked, mapped
+    build     manifest and mapped memory -> tensors; loans
+    load      a version -> the modules of a reader
+    digest    SHA-256 over the content of a version
+
+Nothing here knows about messages, sockets or leases.
+"""
+
+from busync.handles.build import LoanBuffer, TensorBuilder
+from busync.handles.copying import Job
+from busync.handles.digest import content_digest
+from busync.handles.layout import Plan, like_plan, plan
+from busync.handles.load import LoadPlan, NameMap, plan_load
+from busync.handles.memory import (
+    PrivateMapping,
+    Segment,
+    available_bytes,
+    check_segment,
+    create_segment,
+    map_private,
+    map_readonly,
+)
+from busync.handles.source import Flat, Source, flatten
+from busync.handles.tensors import DTYPE_NAMES, TORCH_DTYPES, check_tensor
+
+__all__ = [
+    "DTYPE_NAMES",
+    "TORCH_DTYPES",
+    "Flat",
+    "Job",
+    "LoadPlan",
+    "LoanBuffer",
+    "NameMap",
+    "Plan",
+    "PrivateMapping",
+    "Segment",
+    "Source",
+    "TensorBuilder",
+    "available_bytes",
+    "check_segment",
+    "check_tensor",
+    "content_digest",
+    "create_segment",
+    "flatten",
+    "like_plan",
+    "map_private",
+    "map_readonly",
+    "plan",
+    "plan_load",
+]

@@ -1,0 +1,281 @@
+"""Planning: where each tensor of a source lies in a segment, and the copies that bring it there.
+
+Tensors are put into *alias groups* by the addresses of their bytes. Those that overlap come back overlapping; tied
+tensors (the same view under several names) are the usual case. What is stored of a tensor:
+
+    dense (any order of dimensions)      its bytes; strides are kept
+    with gaps (a slice)                  what shows; packed, the dimensions keep their order in memory
+    expanded (stride 0)                  its base; stride 0 is kept
+    several different overlapping views  their common extent, strides kept; only covered elements are written
+    conj or neg bit; self-overlapping    the resolved values, packed, a group of its own
+    no element                           shape, stride and dtype
+
+So two interleaved slices cost the extent that they span, and no byte is ever copied that no tensor shows.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from operator import attrgetter
+from typing import cast
+
+import torch
+
+from busync.errors import ExportError, OptionError
+from busync.handles.copying import Copy, Job, Move, make_jobs
+from busync.handles.source import Flat, Source, flatten
+from busync.handles.tensors import DTYPE_NAMES, TORCH_DTYPES, check_kind, check_tensor
+from busync.manifest import (
+    ALIGNMENT,
+    DTYPES,
+    MAX_SEGMENT_BYTES,
+    GroupSpec,
+    Manifest,
+    TensorSpec,
+    extent,
+    make_manifest,
+)
+
+Dims = tuple[int, ...]
+Shapes = Mapping[str, tuple[str | torch.dtype, Dims]]  #: name -> (dtype or its name, size)
+_NOTHING = make_manifest(0, (), ())
+
+
+@dataclass(slots=True, eq=False)
+class _View:
+    """A tensor on its way into the plan."""
+
+    name: str
+    tensor: torch.Tensor
+    dtype: str
+    itemsize: int
+    size: Dims
+    stride: Dims
+    start: int  #: address of the first byte
+    end: int  #: address after the last byte; equal to start when the tensor has no element
+    stored: int  #: elements, without those that a stride of 0 repeats
+    dense: bool  #: its bytes can be copied as they lie
+    shares: bool  #: it may overlap other tensors
+    group: _Group | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    views: list[_View]
+    index: int = -1  #: in the manifest, once placed
+    start: int = 0  #: address that stands for the group's first byte
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """A layout, and how to fill a segment with it. Keeps the source's tensors alive until it is dropped."""
+
+    manifest: Manifest
+    moves: list[Move] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+
+    def jobs(self, buffer: memoryview | mmap.mmap, workers: int) -> list[Job]:
+        """Work that fills ``buffer``, the writable bytes of a segment of at least ``manifest.nbytes`` bytes.
+
+        At most ``workers`` jobs, to be run in any order on any threads; together they copy everything once all of
+        them have returned. They share the pieces among each other as they go, so that one that is held up does not
+        hold up the rest. A small plan gives one job; one without bytes gives none. Each runs on one core and gives
+        up the GIL while it copies.
+        """
+        if not self.moves and not self.copies:
+            return []
+        return make_jobs(buffer, self.moves, self.copies, workers, keep=self)
+
+
+def plan(flat: Flat) -> Plan:
+    """Plan how to publish ``flat``. Reads no element. Equal layouts give equal digests.
+
+    Raises:
+        ExportError: a tensor cannot be published, or all together exceed the largest segment.
+    """
+    views = [_measure(name, tensor, check_tensor(name, tensor)) for name, tensor in flat.tensors.items()]
+    _find_groups(views)
+    return _place(views, flat.parameters)
+
+
+def like_plan(like: Source | Shapes) -> Manifest:
+    """The layout for a loan: tensors as in ``like``, whose values are ignored.
+
+    ``like`` is a source as for a publish, whose tensors may also be on other devices or on "meta"; or a mapping of
+    name to (dtype or its name, size). Dense tensors keep their strides and CPU tensors that overlap still do, others
+    become contiguous: every tensor can be written to. Plain values are left out.
+
+    Raises:
+        ExportError: a name or tensor cannot be published.
+        OptionError: a dtype or size is not allowed.
+    """
+    if isinstance(like, Mapping) and like and all(map(_is_shape, like.values())):
+        flat = flatten({name: _shaped(*shape) for name, shape in cast(Shapes, like).items()})
+    else:
+        flat = flatten(like)
+    views = [_measure_like(name, tensor, check_kind(name, tensor)) for name, tensor in flat.tensors.items()]
+    _find_groups(views)
+    return _place(views, flat.parameters).manifest
+
+
+def _is_shape(value: object) -> bool:
+    return (
+        isinstance(value, tuple) and len(value) == 2
+        and isinstance(value[0], (str, torch.dtype)) and isinstance(value[1], (tuple, list))
+    )  # fmt: skip
+
+
+def _shaped(dtype: str | torch.dtype, size: Dims) -> torch.Tensor:
+    known = TORCH_DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if known not in DTYPE_NAMES:
+        raise OptionError("like", dtype, f"one of the dtypes {', '.join(TORCH_DTYPES)}")
+    if not all(type(length) is int and length >= 0 for length in size) or prod(size) > MAX_SEGMENT_BYTES:
+        raise OptionError("like", size, "sizes of whole numbers, 0 or more")
+    return torch.empty(size, dtype=known, device="meta")
+
+
+def _measure(name: str, tensor: torch.Tensor, dtype: str) -> _View:
+    """Find out where the bytes of a CPU tensor are."""
+    size, stride, itemsize = tuple(tensor.shape), tensor.stride(), DTYPES[dtype]
+    stored = span = tensor.numel()
+    if not stored:
+        return _View(name, tensor, dtype, itemsize, size, stride, 0, 0, 0, True, False)
+    shares = True
+    if not tensor.is_contiguous():
+        stored, span, shares = extent(size, stride)
+    storage_nbytes = tensor.untyped_storage().nbytes()
+    if (tensor.storage_offset() + span) * itemsize > storage_nbytes:
+        reason = f"its storage has only {storage_nbytes} bytes"
+        raise ExportError(name, reason, "gather the parameters first if they are sharded (FSDP)")
+    dense = shares and stored == span
+    if tensor.is_conj() or tensor.is_neg():
+        dense = shares = False
+    start = tensor.data_ptr()
+    return _View(name, tensor, dtype, itemsize, size, stride, start, start + span * itemsize, stored, dense, shares)
+
+
+def _measure_like(name: str, tensor: torch.Tensor, dtype: str) -> _View:
+    """As _measure, for memory that will be written to and needs no source."""
+    size, stride, numel = tuple(tensor.shape), tensor.stride(), tensor.numel()
+    stored, span, injective = extent(size, stride)
+    dense = injective and stored == span == numel
+    if tensor.is_cpu and injective and stored == numel and not (tensor.is_conj() or tensor.is_neg()):
+        return _measure(name, tensor, dtype)
+    if not dense:
+        stride = _packed(size, range(len(size), 0, -1))
+    return _View(name, tensor, dtype, DTYPES[dtype], size, stride, 0, numel * DTYPES[dtype], numel, True, False)
+
+
+def _packed(size: Dims, stride: Sequence[int]) -> Dims:
+    """Strides without gaps that keep the order of the dimensions in memory, and strides of 0."""
+    packed = [0] * len(size)
+    step = 1
+    for dim in sorted(range(len(size)), key=lambda dim: (stride[dim], -dim)):
+        if stride[dim] or size[dim] == 1:
+            packed[dim] = step
+            step *= size[dim]
+    return tuple(packed)
+
+
+def _find_groups(views: list[_View]) -> None:
+    """Give every view its group. Those without an element have one together."""
+    group = empty = _Group([])
+    end = 0
+    for view in sorted((view for view in views if view.shares), key=attrgetter("start")):
+        if view.start < end:
+            group.views.append(view)
+        else:
+            group = _Group([view])
+        view.group = group
+        end = max(end, view.end)
+    for view in views:
+        if not view.shares:
+            view.group = _Group([view]) if view.stored else empty
+
+
+def _place(views: list[_View], parameters: set[str]) -> Plan:
+    """Put the groups into a segment in the order of their first use."""
+    plan = Plan(_NOTHING, sources=[view.tensor for view in views])
+    groups: list[GroupSpec] = []
+    tensors: list[TensorSpec] = []
+    end = 0
+    for view in views:
+        group = view.group
+        assert group is not None
+        if group.index < 0:
+            group.index = len(groups)
+            if group.views:
+                start = -(-end // ALIGNMENT) * ALIGNMENT
+                nbytes = _fill(plan, group, start)
+                end = start + nbytes
+                groups.append(GroupSpec(start, nbytes))
+            else:
+                groups.append(GroupSpec(0, 0))
+        offset = (view.start - group.start) // view.itemsize if view.stored else 0
+        tensors.append(
+            TensorSpec(
+                view.name, view.dtype, view.size, view.stride, group.index, offset,
+                view.tensor.requires_grad, view.name in parameters,
+            )
+        )  # fmt: skip
+    if end > MAX_SEGMENT_BYTES:
+        raise ExportError("source", f"{end} bytes exceed the largest segment of {MAX_SEGMENT_BYTES} bytes")
+    plan.manifest = make_manifest(end, tuple(groups), tuple(tensors))
+    return plan
+
+
+def _fill(plan: Plan, group: _Group, offset: int) -> int:
+    """Plan the copies into a group at ``offset`` bytes, settle its views' strides, and return its bytes."""
+    first = group.views[0]
+    if not all(_same(first, view) for view in group.views[1:]):
+        return _fill_overlapping(plan, group, offset)
+    group.start = first.start
+    if first.dense:
+        plan.moves.append((offset, first.start, first.end - first.start))
+        return first.end - first.start
+    stride = _packed(first.size, first.stride)
+    for view in group.views:
+        view.stride = stride
+    plan.copies.append(_copy(first, offset))
+    return first.stored * first.itemsize
+
+
+def _fill_overlapping(plan: Plan, group: _Group, offset: int) -> int:
+    low = min(view.start for view in group.views)
+    high = max(view.end for view in group.views)
+    widest = max(group.views, key=attrgetter("itemsize"))
+    group.start = low - (low - widest.start) % widest.itemsize  # so that every offset is whole in its dtype
+    distinct: list[_View] = []
+    for view in group.views:
+        if (view.start - group.start) % view.itemsize:
+            raise ExportError(view.name, f"it overlaps {widest.name!r} out of step with its elements", "clone it")
+        if not any(_same(view, other) for other in distinct):
+            distinct.append(view)
+    whole = [view for view in distinct if view.dense and view.start == low and view.end == high]
+    for view in whole[:1] or distinct:
+        at = offset + view.start - group.start
+        if view.dense:
+            plan.moves.append((at, view.start, view.end - view.start))
+        else:
+            plan.copies.append(_copy(view, at))
+    nbytes = high - group.start
+    return nbytes if len({view.dtype for view in distinct}) == 1 else -(-nbytes // 16) * 16
+
+
+def _same(view: _View, other: _View) -> bool:
+    return (
+        view.start == other.start and view.dtype == other.dtype
+        and view.size == other.size and view.stride == other.stride
+    )  # fmt: skip
+
+
+def _copy(view: _View, offset: int) -> Copy:
+    source = view.tensor.detach()
+    for dim, step in enumerate(view.stride):
+        if step == 0 and view.size[dim] > 1:
+            source = source.narrow(dim, 0, 1)  # one element of what is repeated
+    return Copy(offset, source, view.stride)

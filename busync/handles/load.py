@@ -1,0 +1,141 @@
+"""Loading a version into modules: everything is checked first, then copied."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from busync.errors import MismatchError
+from busync.handles.build import TensorBuilder
+from busync.handles.copying import copy_elements
+from busync.handles.tensors import TORCH_DTYPES
+from busync.manifest import Manifest, TensorSpec, extent
+
+#: Published name -> name in the module, or None to leave it out.
+NameMap = Mapping[str, str | None] | Callable[[str], str | None]
+
+
+@dataclass(slots=True, eq=False)
+class _Pair:
+    spec: TensorSpec
+    target: torch.Tensor  #: an alias of the module's tensor, so that the memory stays what was checked
+    moves: bool  #: source and target lie alike, without gaps, on the CPU
+
+
+@dataclass(slots=True, eq=False)
+class LoadPlan:
+    """Which tensor of a version goes into which tensors of the modules. Keeps those alive, not the version."""
+
+    pairs: list[_Pair]
+
+    def run(self, builder: TensorBuilder) -> None:
+        """Copy from the version that ``builder`` has mapped. Blocks; gives up the GIL; uses one thread on the CPU.
+
+        The modules' tensors stay the same objects and keep requires_grad; autograd is told that they have changed.
+        """
+        moved = []
+        with torch.inference_mode():  # the one mode in which both normal and inference tensors can be written
+            for pair in self.pairs:
+                source, target = builder.build(pair.spec), pair.target
+                if pair.moves:
+                    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+                    moved.append(target)
+                elif target.is_cpu:
+                    copy_elements(target, source)
+                else:
+                    target.copy_(source)
+        torch.autograd.graph.increment_version([target for target in moved if not target.is_inference()])
+
+
+def plan_load(
+    version: int, manifest: Manifest, modules: Sequence[nn.Module], strict: bool = True, map: NameMap | None = None
+) -> LoadPlan:
+    """Find the target of every tensor of a version in each of ``modules`` (their state dicts), and check them all.
+
+    Every module gets the whole version. ``map`` translates published names to the modules' own (None leaves a tensor
+    out; names that a mapping lacks stay as they are). Without ``strict``, what only one side has is passed over.
+    Entries of a state dict that are not tensors are passed over in any case. Nothing is written.
+
+    Raises:
+        MismatchError: names, shapes or dtypes do not fit, or a target cannot be written to; lists every problem.
+    """
+    translate = _translator(map)
+    pairs: list[_Pair] = []
+    problems: list[str] = []
+    for index, module in enumerate(modules):
+        where = f" (module {index})" if len(modules) > 1 else ""
+        targets = {
+            name: tensor
+            for name, tensor in module.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        filled: set[str] = set()
+        for spec in manifest.tensors:
+            name = translate(spec.name)
+            if name is None:
+                continue
+            target = targets.get(name)
+            if name in filled:
+                problems.append(f"{name!r} is the target of two tensors{where}")
+            elif target is None:
+                if strict:
+                    problems.append(f"the module has no {name!r}{where}")
+            elif problem := _problem(spec, target):
+                problems.append(f"{name!r} {problem}{where}")
+            else:
+                pairs.append(_pair(spec, target))
+            filled.add(name)
+        if strict:
+            problems += [f"the version has no {name!r}{where}" for name in targets if name not in filled]
+    if problems:
+        raise MismatchError(version, problems)
+    return LoadPlan(pairs)
+
+
+def _translator(names: NameMap | None) -> Callable[[str], str | None]:
+    if names is None:
+        return lambda name: name
+    if callable(names):
+        return names
+    return lambda name: names.get(name, name)
+
+
+def _problem(spec: TensorSpec, target: torch.Tensor) -> str:
+    """Why the tensor cannot be loaded into ``target``; empty when it can."""
+    if tuple(target.shape) != spec.size:
+        return f"has the shape {list(target.shape)}, and {list(spec.size)} was published"
+    if target.dtype is not TORCH_DTYPES.get(spec.dtype):
+        return f"is {str(target.dtype).removeprefix('torch.')}, and {spec.dtype} was published"
+    if type(target).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"is a {type(target).__name__}, which has no memory of its own"
+    if target.layout is not torch.strided or target.is_meta or target._is_zerotensor() or target.is_conj():
+        return f"cannot be written to ({target.layout}, {target.device})"
+    if 0 in spec.size:
+        return ""
+    stored, span, injective = extent(target.shape, target.stride())
+    if not injective or stored != target.numel():
+        return "overlaps itself, so it cannot be written to"
+    if (target.storage_offset() + span) * target.itemsize > target.untyped_storage().nbytes():
+        return "has no memory at present (is it sharded?)"
+    return ""
+
+
+def _pair(spec: TensorSpec, target: torch.Tensor) -> _Pair:
+    stride = target.stride()
+    alike = stride == spec.stride or (target.is_contiguous() and _is_contiguous(spec))
+    stored, span, _ = extent(spec.size, stride)
+    moves = target.is_cpu and alike and stored == span and 0 not in spec.size and not target.is_neg()
+    return _Pair(spec, target.as_subclass(torch.Tensor).detach(), moves)
+
+
+def _is_contiguous(spec: TensorSpec) -> bool:
+    step = 1
+    for length, stride in zip(reversed(spec.size), reversed(spec.stride), strict=True):
+        if length != 1 and stride != step:
+            return False
+        step *= length
+    return True

@@ -1,0 +1,266 @@
+"""What happens between ``publish()`` and the version: plan, segment, copy, commit, wait. Runs on the server's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from busync.calls import finish
+from busync.errors import BusyncError, OptionError, WaitTimeout
+from busync.handles import Flat, LoanBuffer, Plan, Segment, Source, flatten, like_plan, plan
+from busync.ids import SessionId, Version
+from busync.manifest import Manifest
+from busync.protocol import effects as fx
+from busync.protocol.ledger import State
+from busync.protocol.waits import WaitFor
+from busync.server import Layout, Server
+from busync.wire import VALUE_TYPES, Value
+
+logger = logging.getLogger("busync")
+R = TypeVar("R")
+
+Wait = Literal["none", "all"] | int
+
+PAGE_BYTES = 4096
+SMALL_TENSORS = 64  #: sources of at most this many tensors are planned on the loop: a hop to a thread costs more
+SMALL_BYTES = 256 * 1024  #: and at most this much is copied there
+LARGE_MANIFEST = 2048  #: tensors from which on a manifest is encoded on a thread
+COMPLAINT_INTERVAL = 30.0  #: seconds between warnings that a publish had to wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport:
+    """What became of a publish. Names are those that the subscribers gave themselves."""
+
+    version: int | None  #: None: nothing was published, because the pool was full and ``when_full`` is "skip"
+    acked: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()  #: counted from the start, and neither acked, gone nor failed when the wait ended
+    gone: tuple[str, ...] = ()  #: their sessions ended
+    failed: dict[str, str] = field(default_factory=dict)  #: could not adopt the version, and why
+    waited: float = 0.0  #: seconds that the publish waited for a free segment
+
+
+@dataclass(slots=True, eq=False)
+class Lent:
+    """A loan as the server knows it."""
+
+    topic: str
+    reservation: int
+    layout: Layout
+    segment: Segment | None
+    waited: float
+    over: bool = False
+
+    def buffer(self) -> LoanBuffer:
+        """Tensors over the loan's memory."""
+        return LoanBuffer(memoryview(self.segment.mapping if self.segment else b""), self.layout.manifest)
+
+
+def check_wait(wait: object) -> Wait:
+    """Return ``wait`` if it is "none", "all" or a number of subscribers.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if wait in ("none", "all") or (type(wait) is int and wait >= 0):
+        return wait
+    raise OptionError("wait", wait, '"none", "all" or a number of subscribers')
+
+
+async def publish(server: Server, source: Source, topic: str, label: str, wait: Wait, timeout: float) -> PublishReport:
+    """See ``Publisher.publish``."""
+    expected = server.core.attached(topic)
+    async with server.lock(topic):
+        flat, planned = await _plan(server, source)
+        layout = await _layout(server, planned.manifest)
+        reserved = await _reserve(server, topic, planned.manifest, State.WRITING)
+        if reserved.skipped:
+            return PublishReport(version=None, pending=tuple(expected.values()), waited=reserved.waited)
+        try:
+            segment = await _memory(server, reserved)
+            if segment is not None:
+                await _copy(server, planned, segment)
+        except BaseException:
+            server.core.discard(reserved.reservation, time.monotonic())
+            server.carry_out()
+            raise
+        version = _commit(server, reserved.reservation, layout, label, flat.values)
+    assert version is not None, "nothing but a loan can be referenced"
+    return await _report(server, topic, version, expected, wait, timeout, reserved.waited)
+
+
+async def lend(server: Server, like: Source, topic: str) -> Lent:
+    """See ``Publisher.loan``."""
+    manifest = await _run(server, lambda: like_plan(like))
+    layout = await _layout(server, manifest)
+    reserved = await _reserve(server, topic, manifest, State.LOANED)
+    try:
+        segment = await _memory(server, reserved)
+    except BaseException:
+        server.core.discard(reserved.reservation, time.monotonic())
+        server.carry_out()
+        raise
+    return Lent(topic, reserved.reservation, layout, segment, reserved.waited)
+
+
+async def publish_lent(
+    server: Server, lent: Lent, label: str, values: dict[str, Value], wait: Wait, timeout: float
+) -> PublishReport:
+    """Commit a loan that the caller has let go of; see ``Loan.publish``."""
+    expected = server.core.attached(lent.topic)
+    version = _commit(server, lent.reservation, lent.layout, label, values)
+    assert version is not None, "the loan's references were checked before"
+    lent.over = True
+    return await _report(server, lent.topic, version, expected, wait, timeout, lent.waited)
+
+
+async def give_back(server: Server, lent: Lent, *, referenced: bool) -> None:
+    """End a loan without publishing. ``referenced``: the caller still has tensors of it, so it is never used again."""
+    if not lent.over:
+        lent.over = True
+        server.core.discard(lent.reservation, time.monotonic(), referenced=referenced)
+        server.carry_out()
+
+
+async def wait_for(server: Server, topic: str, version: int, what: WaitFor, timeout: float) -> None:
+    """See ``Publisher.wait``."""
+    known = server.core.topics.get(topic)
+    if type(version) is not int or known is None or not 1 <= version <= known.version:
+        newest = known.version if known else 0
+        raise OptionError("version", version, f"a version of topic {topic!r} that was published (1 to {newest})")
+    expected = server.core.attached(topic)
+    deadline_at = time.monotonic() + timeout
+    done = await _wait(server, topic, Version(version), what, None, expected, deadline_at)
+    missing = (*done.pending, *(f"{name} ({reason})" for name, reason in done.failed))
+    if missing:
+        raise WaitTimeout(f"version {version} of topic {topic!r} {what} by all", timeout, missing)
+
+
+# Steps
+
+
+async def _plan(server: Server, source: Source) -> tuple[Flat, Plan]:
+    def job() -> tuple[Flat, Plan]:
+        flat = flatten(source)
+        return flat, plan(flat)
+
+    if _is_small(source):
+        return job()
+    return await _run(server, job)
+
+
+def _is_small(source: Source) -> bool:
+    if isinstance(source, nn.Module):
+        return len(list(islice(source.parameters(), SMALL_TENSORS + 1))) <= SMALL_TENSORS
+    if not isinstance(source, Mapping) or len(source) > SMALL_TENSORS:
+        return False
+    return all(isinstance(value, torch.Tensor) or type(value) in VALUE_TYPES for value in source.values())
+
+
+async def _layout(server: Server, manifest: Manifest) -> Layout:
+    layout = server.layouts.get(manifest.digest)
+    if layout is not None:
+        return layout
+    if len(manifest.tensors) < LARGE_MANIFEST:
+        return server.encode_layout(manifest)
+    return await server.loop.run_in_executor(server.workers, server.encode_layout, manifest)
+
+
+async def _reserve(server: Server, topic: str, manifest: Manifest, state: State) -> fx.Reserved:
+    nbytes = -(-manifest.nbytes // PAGE_BYTES) * PAGE_BYTES
+    key = server.core.reserve(topic, nbytes, state, time.monotonic())
+    try:
+        reserved: fx.Reserved = await server.answer(key)
+    except BaseException:
+        server.core.discard(key, time.monotonic())
+        server.carry_out()
+        raise
+    if reserved.waited > 0.1:
+        _complain(server, topic, reserved)
+    if reserved.error is not None:
+        raise reserved.error
+    return reserved
+
+
+def _complain(server: Server, topic: str, reserved: fx.Reserved) -> None:
+    now = time.monotonic()
+    if now < server.quiet_until:
+        return
+    server.quiet_until = now + COMPLAINT_INTERVAL
+    logger.warning(
+        "a publish on topic %r waited %.2f s for a segment; versions were held by %s; "
+        'more max_segments, load_into in the readers, or when_full="skip" would help',
+        topic, reserved.waited, ", ".join(reserved.blocked_by) or "copies that were cancelled",
+    )  # fmt: skip
+
+
+async def _memory(server: Server, reserved: fx.Reserved) -> Segment | None:
+    if not reserved.segment:
+        return None
+    if not reserved.fresh:
+        return server.pool.get(reserved.segment)
+    try:
+        return await _run(server, lambda: server.pool.create(reserved.segment, reserved.nbytes))
+    except BusyncError:
+        server.core.allocation_failed(reserved.reservation, time.monotonic())
+        raise
+
+
+async def _copy(server: Server, planned: Plan, segment: Segment) -> None:
+    jobs = planned.jobs(memoryview(segment.mapping), server.options.copy_threads)
+    if planned.manifest.nbytes <= SMALL_BYTES:
+        for job in jobs:
+            job()
+        return
+    futures = [server.loop.run_in_executor(server.workers, job) for job in jobs]
+    if await finish(asyncio.gather(*futures)):
+        raise asyncio.CancelledError
+
+
+async def _run(server: Server, job: Callable[[], R]) -> R:
+    """Run a job on a worker, to its end even when cancelled: it uses the caller's tensors or makes memory."""
+    future = server.loop.run_in_executor(server.workers, job)
+    if await finish(future):
+        raise asyncio.CancelledError
+    return future.result()
+
+
+def _commit(server: Server, reservation: int, layout: Layout, label: str, values: dict[str, Value]) -> Version | None:
+    server.layouts[layout.manifest.digest] = layout
+    version = server.core.commit(reservation, layout.manifest.digest, label, values, time.monotonic())
+    server.carry_out()
+    return version
+
+
+async def _report(
+    server: Server, topic: str, version: Version, expected: dict[SessionId, str], wait: Wait, timeout: float,
+    waited: float,
+) -> PublishReport:  # fmt: skip
+    if wait == "none":
+        return PublishReport(version=version, pending=tuple(expected.values()), waited=waited)
+    need = wait if isinstance(wait, int) else None
+    done = await _wait(server, topic, version, "acked", need, expected, time.monotonic() + timeout)
+    return PublishReport(
+        version=version, acked=done.acked, pending=done.pending, gone=done.gone, failed=dict(done.failed),
+        waited=waited,
+    )  # fmt: skip
+
+
+async def _wait(
+    server: Server, topic: str, version: Version, what: WaitFor, need: int | None,
+    expected: dict[SessionId, str], deadline_at: float,
+) -> fx.WaitDone:  # fmt: skip
+    key = server.core.wait(topic, version, what, need, expected, deadline_at)
+    try:
+        done: fx.WaitDone = await server.answer(key)
+    finally:
+        server.core.cancel_wait(key)
+    return done

@@ -1,0 +1,405 @@
+"""The publisher's own thread: its loop, its sockets, its memory.
+
+The thread lets readers be admitted, granted and released while the learner is inside a long torch call.
+Everything in ``Server`` but ``start``, ``call`` and ``ask_to_stop`` runs on it. It owns the endpoint, the sockets,
+the board, the segments and the copy workers, until ``ended``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvloop
+
+from busync import forks
+from busync.calls import Call
+from busync.errors import BusyncError, ClosedError, DecodeError, FdError, ProtocolError
+from busync.fds import fd_budget, raise_fd_limit
+from busync.handles import TensorBuilder, content_digest
+from busync.ids import SessionId, Version, new_incarnation, new_token
+from busync.manifest import Manifest
+from busync.options import PublisherOptions
+from busync.pool import Pool
+from busync.protocol import effects as fx
+from busync.protocol.publisher import PublisherProtocol
+from busync.transport.board import Board
+from busync.transport.bus import RouterBus, Sent
+from busync.transport.door import DoorConnection, DoorListener
+from busync.transport.endpoint import Claim, Endpoint
+from busync.wire import Segment, Welcome, decode_bus_up, decode_door_up, encode, manifest_parts
+
+logger = logging.getLogger("busync")
+T = TypeVar("T")
+
+STOP_TIMEOUT = 10.0  #: seconds that the end of the program waits for a publisher that was left open
+SPARE_DESCRIPTORS = 32  #: below this many the door admits nobody: libzmq aborts the process when it runs out
+RETRY = 0.005  #: seconds until packets that found no room are tried again
+ACCEPTS_PER_TURN = 64
+PACKETS_PER_TURN = 64
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A session's connection."""
+
+    session: SessionId
+    door: DoorConnection
+    token: bytes
+    retrying: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Layout:
+    """A manifest, and its parts as they are sent."""
+
+    manifest: Manifest
+    parts: list[bytes]
+
+
+class Server(forks.ForkAware):
+    """One publisher's thread. ``start`` before anything else, ``ask_to_stop`` at the end."""
+
+    def __init__(self, endpoint: Endpoint, options: PublisherOptions) -> None:
+        self.endpoint = endpoint
+        self.options = options
+        self.core = PublisherProtocol(options, new_incarnation())
+        self.pool = Pool()
+        self.workers = ThreadPoolExecutor(options.copy_threads, thread_name_prefix="busync-copy")
+        self.layouts: dict[bytes, Layout] = {}
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self.pid = os.getpid()
+        self.claim: Claim | None = None
+        self.listener: DoorListener | None = None
+        self.bus: RouterBus | None = None
+        self.board: Board | None = None
+        self._peers: dict[SessionId, Peer] = {}
+        self._by_token: dict[bytes, Peer] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self.quiet_until = 0.0  #: no complaint about waiting before then
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._stop_asked = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="busync-publisher", daemon=True)
+
+    # Any thread
+
+    def start(self) -> None:
+        """Start the thread. ``ready`` tells when it serves, or why not: EndpointError, FdError, AllocationError."""
+        raise_fd_limit()
+        forks.register(self)
+        _running.add(self)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
+        """Run a coroutine on the thread."""
+        return Call(self.loop, coroutine, "publisher")
+
+    def ask_to_stop(self) -> None:
+        """End every session, give everything back, end the thread. ``ended`` tells when. May be called again."""
+        if os.getpid() == self.pid:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self.loop.call_soon_threadsafe(self._stop_asked.set)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_until_complete(self._main())
+        finally:
+            self.loop.close()
+            forks.unregister(self)
+            self.ended.set_result(None)
+
+    async def _main(self) -> None:
+        try:
+            self._open()
+        except BaseException as error:
+            self.ready.set_exception(error)
+        else:
+            self.ready.set_result(None)
+            await self._stop_asked.wait()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._close()
+
+    def _open(self) -> None:
+        self.claim = self.endpoint.claim(self.options.allow_uids)
+        self.board = Board(self.core.incarnation)
+        self.bus = RouterBus(self.endpoint.bus_path)
+        self.listener = DoorListener(self.endpoint.door_path)
+        self.claim.open_sockets()
+        self.loop.add_reader(self.bus.fileno(), self._bus_ready)
+        self.loop.add_reader(self.listener.fileno(), self._accept)
+
+    def _close(self) -> None:
+        """Give back whatever was opened; the claim last, so that nobody comes in between."""
+        for peer in list(self._peers.values()):
+            self._forget(peer)
+        if self.listener is not None:
+            self.loop.remove_reader(self.listener.fileno())
+            self.listener.close()
+        if self.bus is not None:
+            self.loop.remove_reader(self.bus.fileno())
+            self.bus.close()
+        if self.board is not None:
+            self.board.close()
+        self.workers.shutdown(wait=True)
+        self.pool.close()
+        if self.claim is not None:
+            self.claim.release()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # Sessions
+
+    def _accept(self) -> None:
+        assert self.listener is not None, "accepted before opened"
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                door = self.listener.accept()
+            except FdError as error:
+                logger.warning("a subscriber was turned away: %s", error)
+                return
+            if door is None:
+                break
+            token = new_token()
+            session = self.core.connected(door.peer.pid, door.peer.uid, token, time.monotonic())
+            peer = self._peers[session] = Peer(session, door, token)
+            if door.peer.uid != os.geteuid() and door.peer.uid not in self.options.allow_uids:
+                self.core.refuse(session, "uid", f"user {door.peer.uid} may not subscribe (allow_uids)")
+            elif fd_budget() < SPARE_DESCRIPTORS:
+                text = "the publisher has no descriptors left: raise its limit on open files (ulimit -n)"
+                self.core.refuse(session, "descriptors", text)
+            else:
+                self._by_token[token] = peer
+                self.loop.add_reader(door.fileno(), self._door_ready, peer)
+        self.carry_out()
+
+    def _door_ready(self, peer: Peer) -> None:
+        try:
+            for _ in range(PACKETS_PER_TURN):
+                packet = peer.door.receive()
+                if packet is None:
+                    break
+                for fd in packet.fds:
+                    fd.close()
+                self.core.receive(peer.session, decode_door_up(packet.data), time.monotonic())
+        except EOFError:
+            self._lose(peer)
+        except FdError as error:  # a peer sent descriptors, which are never wanted
+            self._break(peer, str(error))
+        except ProtocolError as error:
+            self._break(peer, str(error))
+        self.carry_out()
+
+    def _bus_ready(self) -> None:
+        assert self.bus is not None, "received before opened"
+        while (received := self.bus.receive()) is not None:
+            token, data = received
+            peer = self._by_token.get(token)
+            if peer is None:
+                self.core.counters["strangers on the bus"] += 1
+                continue
+            try:
+                decode_bus_up(data)
+            except DecodeError as error:
+                self._break(peer, str(error))
+            else:
+                self.core.joined(peer.session, time.monotonic())
+        self.carry_out()
+
+    def _break(self, peer: Peer, reason: str) -> None:
+        """A peer did what it must not."""
+        logger.warning("session of pid %d ended: %s", peer.door.peer.pid, reason)
+        if peer.session in self._peers:
+            self.core.refuse(peer.session, "protocol", reason[:1000])
+
+    def _lose(self, peer: Peer) -> None:
+        if self._peers.get(peer.session) is peer:
+            self._forget(peer)
+            self.core.lost(peer.session, time.monotonic())
+
+    def _forget(self, peer: Peer) -> None:
+        del self._peers[peer.session]
+        self._by_token.pop(peer.token, None)
+        self.loop.remove_reader(peer.door.fileno())
+        peer.door.shutdown()
+        peer.door.close()
+
+    # Effects
+
+    def carry_out(self) -> None:
+        """Do what the core decided, until it has nothing left to do."""
+        while effects := self.core.take_effects():
+            for effect in effects:
+                self._carry_out_one(effect)
+        # Sending consumes ZeroMQ's signal; without this look a Join could lie there unseen.
+        if self.bus is not None and self.bus.has_input():
+            self.loop.call_soon(self._bus_ready)
+        self._arm_timer()
+
+    def _carry_out_one(self, effect: fx.PublisherEffect) -> None:
+        assert self.board is not None, "acted before opened"
+        match effect:
+            case fx.SendBus(session, message):
+                self._send_bus(session, encode(message))
+            case fx.SendManifest(session, digest):
+                for part in self.layouts[digest].parts:
+                    self._send_bus(session, part)
+            case fx.PushSegment(session, segment_id):
+                segment = self.pool.get(segment_id)
+                message = Segment(incarnation=self.core.incarnation, segment=segment_id, nbytes=segment.nbytes)
+                self._send_door(session, encode(message), segment.fd)
+            case fx.SendDoor(session, message):
+                self._send_door(session, encode(message), self.board.fd if isinstance(message, Welcome) else None)
+            case fx.WriteBoard(slot, version):
+                self.board.write(slot, version)
+            case fx.Reserved(reservation=key) | fx.WaitDone(wait=key):
+                answer = self._answers.pop(key, None)
+                if answer is not None and not answer.done():
+                    answer.set_result(effect)
+            case fx.DropSegment(segment_id):
+                self.pool.drop(segment_id)
+            case fx.DropLayout(digest):
+                self.layouts.pop(digest, None)
+            case fx.ComputeDigest():
+                self.loop.create_task(self._compute_digest(effect))
+            case fx.EndSession(session, reason):
+                peer = self._peers.get(session)
+                if peer is not None:
+                    logger.info("session of pid %d ends: %s", peer.door.peer.pid, reason)
+                    self._lose(peer)
+
+    def _send_bus(self, session: SessionId, data: bytes) -> None:
+        peer = self._peers.get(session)
+        assert self.bus is not None, "sent before opened"
+        if peer is None:
+            return
+        sent = self.bus.send(peer.token, data)
+        if sent is not Sent.SENT:
+            reason = "it does not read its bus" if sent is Sent.FULL else "its bus connection ended"
+            logger.info("session of pid %d ends: %s", peer.door.peer.pid, reason)
+            self._lose(peer)
+
+    def _send_door(self, session: SessionId, data: bytes, fd: Any = None) -> None:
+        peer = self._peers.get(session)
+        if peer is None:
+            return
+        try:
+            sent = peer.door.send(data, fd)
+        except (FdError, OSError) as error:
+            logger.warning("session of pid %d ends: %s", peer.door.peer.pid, error)
+            self._lose(peer)
+            return
+        if not sent and not peer.retrying:
+            peer.retrying = True
+            self.loop.call_later(RETRY, self._flush, peer)
+
+    def _flush(self, peer: Peer) -> None:
+        # By the clock and not by writability: too many descriptors in flight leave a socket writable.
+        peer.retrying = False
+        if self._peers.get(peer.session) is peer and not peer.door.flush():
+            peer.retrying = True
+            self.loop.call_later(RETRY, self._flush, peer)
+
+    def _arm_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline_at = self.core.deadline()
+        if deadline_at is not None:
+            self._timer = self.loop.call_later(max(0.0, deadline_at - time.monotonic()), self._time_passes)
+
+    def _time_passes(self) -> None:
+        self.core.handle_timer(time.monotonic())
+        self.carry_out()
+
+    def lock(self, topic: str) -> asyncio.Lock:
+        """What keeps the publishes of one topic in order."""
+        return self._locks.setdefault(topic, asyncio.Lock())
+
+    async def answer(self, key: int) -> Any:
+        """Wait for the effect that answers a reservation or a wait."""
+        future = self._answers[key] = self.loop.create_future()
+        try:
+            self.carry_out()
+            return await future
+        finally:
+            self._answers.pop(key, None)
+
+    async def _compute_digest(self, effect: fx.ComputeDigest) -> None:
+        manifest = self.layouts[effect.layout].manifest
+        memory = memoryview(self.pool.get(effect.segment).mapping) if effect.segment else memoryview(b"")
+
+        def compute() -> bytes:
+            builder = TensorBuilder(memory, manifest)
+            return content_digest({spec.name: builder.build(spec) for spec in manifest.tensors})
+
+        digest: bytes | None = None
+        try:
+            digest = await self.loop.run_in_executor(self.workers, compute)
+        except BusyncError:
+            logger.exception("the digest of version %d could not be computed", effect.version)
+        finally:
+            self.core.digest_done(effect.topic, Version(effect.version), digest, time.monotonic())
+            self.carry_out()
+
+    # What goes on outside
+
+    def encode_layout(self, manifest: Manifest) -> Layout:
+        """A manifest with its parts encoded. Takes about 1 ms per 1,000 tensors; safe on any thread."""
+        return Layout(manifest, [encode(part) for part in manifest_parts(manifest, self.core.incarnation)])
+
+    def status(self) -> dict[str, Any]:
+        """See ``Publisher.status``."""
+        return {
+            "endpoint": self.endpoint.directory,
+            "incarnation": self.core.incarnation,
+            **self.core.status(),
+        }
+
+    def after_fork_in_child(self) -> None:
+        """The thread is not here. Its loop must never be collected: that would touch the parent's epoll."""
+        forks.immortal(self.loop)
+        self.pool.after_fork_in_child()
+
+
+_running: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop what a program left open, while threads and imports still work."""
+    for server in list(_running):
+        server.ask_to_stop()
+        if os.getpid() == server.pid:
+            concurrent.futures.wait([server.ended], STOP_TIMEOUT)
+
+
+def ensure_usable(server: Server | None, what: str) -> Server:
+    """The server, if it can be used from here.
+
+    Raises:
+        ForkedError: it belongs to the parent process.
+        ClosedError: it is closed, or was never opened.
+    """
+    if server is None:
+        raise ClosedError(what)
+    forks.ensure_same_process(server.pid, what)
+    return server

@@ -1,0 +1,251 @@
+"""One connection of a subscriber to a publisher, driven by non-blocking turns.
+
+Here the core, the door, the bus, the board and the memory of one session meet; no event loop is known here. Who owns
+what: the session owns its sockets and, through ``AttachedSegment``, the descriptors of the segments that may still be
+announced. A ``Hold`` owns one lease: it lives as long as a snapshot, a tensor or a running load uses the version, and
+its death is the Release.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+
+from busync import forks
+from busync.errors import BusyncError, ProtocolError, ViolationError
+from busync.fds import OwnedFd
+from busync.handles import PrivateMapping, TensorBuilder, check_segment, map_private, map_readonly
+from busync.ids import Incarnation, LeaseId, SegmentId, Version
+from busync.manifest import Manifest
+from busync.protocol import effects as fx
+from busync.protocol.subscriber import SubscriberProtocol
+from busync.transport.board import BoardView
+from busync.transport.bus import DealerBus
+from busync.transport.door import DoorConnection, door_connect
+from busync.transport.endpoint import Endpoint
+from busync.wire import MAX_MESSAGE_BYTES, Abandon, Join, Release, Segment, decode_bus_down, decode_door_down, encode
+
+#: Seconds of messages that one turn handles before it lets the loop do something else.
+TURN = 0.008
+
+
+class SessionEnded(BusyncError):
+    """The session is over; ``text`` says why. Never leaves the subscriber."""
+
+
+class AttachedSegment:
+    """A segment that the publisher sent: its descriptor, and one read-only mapping for loads."""
+
+    def __init__(self, segment: SegmentId, fd: OwnedFd, nbytes: int) -> None:
+        self.id = segment
+        self.nbytes = nbytes
+        self.fd = fd
+        self._readonly: mmap.mmap | None = None
+
+    def readonly(self) -> mmap.mmap:
+        """The mapping that loads copy from; no tensor of the user ever points into it.
+
+        Raises:
+            AttachError: it cannot be mapped.
+        """
+        with forks.fork_lock:
+            if self._readonly is None:
+                self._readonly = map_readonly(self.fd, self.nbytes)
+            return self._readonly
+
+    def after_fork_in_child(self) -> None:
+        """Close the child's descriptor; the read-only mapping does not exist in the child."""
+        self.fd.close()
+        if self._readonly is not None:
+            forks.immortal(self._readonly)
+
+
+class Hold:
+    """This process's use of one version, under one lease. When it dies, Release is sent."""
+
+    def __init__(
+        self, session: Session, lease: LeaseId, version: Version, manifest: Manifest, segment: AttachedSegment | None
+    ) -> None:
+        self.session = weakref.ref(session)
+        self.lease = lease
+        self.version = version
+        self.manifest = manifest
+        self.segment = segment
+        self.mapped = False  #: tensors of the user may point into the segment
+        self._memory: Mapping[int, weakref.ref[memoryview]] = {}  #: by alias group: alive while a tensor of it is
+        release = weakref.finalize(
+            self, _release, session.door, encode(Release(lease=lease)), os.getpid(), session.ended, lease
+        )
+        release.atexit = False
+
+    def map_private(self) -> TensorBuilder:
+        """A builder of tensors over a private copy-on-write mapping, which keeps this hold alive.
+
+        Raises:
+            AttachError: it cannot be mapped.
+        """
+        if self.segment is None:
+            return TensorBuilder(memoryview(b""), self.manifest)
+        with forks.fork_lock:
+            mapping: PrivateMapping = map_private(self.segment.fd, self.segment.nbytes)
+            mapping.hold = self
+            self.mapped = True
+        builder = TensorBuilder(memoryview(mapping), self.manifest)
+        self._memory = builder.memory  # not the builder: it refers to the mapping, and the mapping to this hold
+        return builder
+
+    def __str__(self) -> str:
+        live = {group for group, memory in self._memory.items() if memory() is not None}
+        names = [spec.name for spec in self.manifest.tensors if spec.group in live]
+        if not names:
+            return f"version {self.version}: its snapshot"
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        return f"version {self.version}: {names[0]!r}{more}"
+
+
+def _release(door: DoorConnection, packet: bytes, pid: int, ended: deque[LeaseId], lease: LeaseId) -> None:
+    """The finalizer of a Hold. May run on any thread and inside the garbage collector: one send, one append."""
+    if os.getpid() == pid:
+        door.send(packet)
+        ended.append(lease)
+
+
+class Session(forks.ForkAware):
+    """A session from the door's connection to its end. ``core`` is told of everything.
+
+    Raises:
+        OSError: nobody is at the door.
+        FdError: the process has no descriptor left.
+    """
+
+    def __init__(self, endpoint: Endpoint, core: SubscriberProtocol) -> None:
+        self.endpoint = endpoint
+        self.core = core
+        self.door = door_connect(endpoint.door_path)
+        self.bus: DealerBus | None = None
+        self.board: BoardView | None = None
+        self.slot = 0
+        self.incarnation = Incarnation(0)
+        #: leases whose Release was sent, for the core to strike out
+        self.ended: deque[LeaseId] = deque()
+        self.holds: weakref.WeakValueDictionary[LeaseId, Hold] = weakref.WeakValueDictionary()
+        self.segments: dict[SegmentId, AttachedSegment] = {}
+        self.more = False  #: the last turn ended early, and another one is due
+        forks.register(self)
+        core.start()
+        self.say()
+
+    @property
+    def newest(self) -> Version:
+        """The newest version on the board, 0 if none."""
+        return Version(self.board.read(self.slot)) if self.board is not None else Version(0)
+
+    def hold(self, granted: fx.Granted) -> Hold:
+        """The holder of a fresh grant."""
+        segment = self.segments[granted.segment] if granted.segment_nbytes else None
+        hold = Hold(self, granted.lease, granted.version, granted.manifest, segment)
+        self.holds[granted.lease] = hold
+        return hold
+
+    def turn(self) -> list[fx.SubscriberEffect]:
+        """Handle what has arrived, at most TURN seconds of it, and say what the core wants to say.
+
+        Returns: the effects that concern the application.
+
+        Raises:
+            SessionEnded: the publisher has gone, or broke the protocol, or a descriptor could not be taken.
+        """
+        stop_at = time.monotonic() + TURN
+        try:
+            while self.ended:
+                self.core.ended(self.ended.popleft())
+            self.door.flush()
+            events = self.say()
+            self.more = False
+            while not self.more and self._receive_one(events):
+                self.more = time.monotonic() > stop_at
+            if self.bus is not None and not self.more and self.bus.lost():
+                raise SessionEnded("the bus connection broke")
+        except EOFError:
+            raise SessionEnded("the publisher closed the connection") from None
+        except ProtocolError as error:
+            raise SessionEnded(str(error)) from error
+        return events
+
+    def _receive_one(self, events: list[fx.SubscriberEffect]) -> bool:
+        """Handle one packet and one message, if there are any."""
+        packet = self.door.receive()
+        if packet is not None:
+            message = decode_door_down(packet.data)
+            if isinstance(message, Segment):
+                self._attach(message, packet.fds)
+            elif packet.fds:
+                self._board_fd = packet.fds[0]
+            self.core.receive_door(message)
+        data = self.bus.receive() if self.bus is not None else None
+        if data is not None:
+            self.core.receive_bus(decode_bus_down(data))
+        events += self.say()
+        return packet is not None or data is not None
+
+    def _attach(self, message: Segment, fds: tuple[OwnedFd, ...]) -> None:
+        if not fds:
+            raise ViolationError("the publisher", "a segment without its descriptor")
+        check_segment(fds[0], message.segment, message.nbytes)
+        segment = SegmentId(message.segment)
+        self.segments[segment] = AttachedSegment(segment, fds[0], message.nbytes)
+
+    def say(self) -> list[fx.SubscriberEffect]:
+        """Carry out the core's effects; those that concern the application are returned."""
+        events: list[fx.SubscriberEffect] = []
+        for effect in self.core.take_effects():
+            match effect:
+                case fx.ToDoor(message):
+                    self.door.send(encode(message))
+                case fx.ConnectBus(token, incarnation, slot):
+                    self._connect_bus(token, incarnation, slot)
+                case fx.ForgetSegments(segments):
+                    for segment in segments:
+                        self.segments.pop(segment, None)
+                case _:
+                    events.append(effect)
+        return events
+
+    _board_fd: OwnedFd | None = None
+
+    def _connect_bus(self, token: bytes, incarnation: Incarnation, slot: int) -> None:
+        fd, self._board_fd = self._board_fd, None
+        if fd is None:
+            raise ViolationError("the publisher", "a Welcome without the board")
+        self.board = BoardView(fd, incarnation)
+        self.slot, self.incarnation = slot, incarnation
+        self.bus = DealerBus(self.endpoint.bus_path, token, MAX_MESSAGE_BYTES)
+        self.bus.send(encode(Join()))
+
+    def close(self) -> None:
+        """End the session. Tensors in place stay usable; their leases end with the session at the publisher."""
+        forks.unregister(self)
+        self.door.shutdown()
+        if self.bus is not None:
+            self.bus.close()
+        if self.board is not None:
+            self.board.close()
+        self.segments.clear()
+        self.core.stop()
+
+    def before_fork(self) -> None:
+        """Take back the word on leases that a child will map as well."""
+        mapped = tuple(lease for lease, hold in list(self.holds.items()) if hold.mapped)
+        if mapped:  # straight to the door: the core belongs to the loop's thread, and this may be another
+            self.door.send(encode(Abandon(leases=mapped)))
+
+    def after_fork_in_child(self) -> None:
+        """Close what would keep the parent's session or memory alive; touch neither loops nor ZeroMQ."""
+        self.door.after_fork_in_child()
+        kept = {hold.segment for hold in list(self.holds.values()) if hold.segment is not None}
+        for segment in kept | set(self.segments.values()):
+            segment.after_fork_in_child()

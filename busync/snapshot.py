@@ -1,0 +1,199 @@
+"""Snapshot: one version in a subscriber's hands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from busync.calls import finish
+from busync.errors import AllocationError, AttachError, BusyncError, MismatchError, UsageError
+from busync.handles import NameMap, TensorBuilder, plan_load
+from busync.ids import Incarnation, Version
+from busync.manifest import Manifest
+from busync.protocol.effects import Granted
+from busync.session import Hold
+from busync.wire import NackCode, Value
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+#: Loads of fewer bytes run on the loop's own thread: a hop to another one costs more.
+INLINE_LOAD_BYTES = 256 * 1024
+
+
+class SnapshotOwner(Protocol):
+    """What a snapshot needs of its subscriber."""
+
+    topic: str
+
+    def acknowledge(self, hold: Hold) -> None:
+        """Send Ack for the hold's version."""
+
+    def fail(self, hold: Hold, code: NackCode, text: str) -> None:
+        """Send Nack for the hold's version."""
+
+    def run(self, job: Callable[[], None]) -> asyncio.Future[None]:
+        """Run a blocking job off the loop."""
+
+    async def wait_digest(self, version: Version, timeout: float) -> bytes:
+        """The publisher's digest of a version."""
+
+
+class Tensors(Mapping[str, "torch.Tensor"]):
+    """The tensors of one version by name, made when first asked for.
+
+    Plain tensors without gradient, over memory that is shared with the publisher copy-on-write: an edit in place stays
+    in this process. They keep strides, and tied names share one storage. The version stays leased for as long as this
+    mapping or any tensor, view or module parameter made from it lives.
+    """
+
+    def __init__(self, hold: Hold) -> None:
+        self._builder: TensorBuilder = hold.map_private()
+        self._hold = hold
+        self._specs = {spec.name: spec for spec in hold.manifest.tensors}
+        self._built: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._built.get(name)
+        if tensor is None:
+            tensor = self._built[name] = self._builder.build(self._specs[name])
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __repr__(self) -> str:
+        return f"<{len(self._specs)} tensors of version {self._hold.version}>"
+
+
+class Snapshot:
+    """One version, complete and immutable, in this process's hands until it is let go.
+
+    Use it in place through ``tensors``, or copy it into modules with ``load_into``. It holds a lease, of which a
+    subscriber has only a few (the publisher's ``max_held``): let go of old versions when you adopt a new one. As a
+    context manager (``async with``) it ends with the block; an exception that leaves the block is reported to the
+    publisher as a failed adoption.
+
+    Attributes: ``version``, ``label``, ``topic``, ``incarnation``, ``nbytes`` (of its tensors in shared memory),
+    ``values`` (plain values by name), ``published_at`` (CLOCK_MONOTONIC seconds of the commit) and ``manifest`` (names,
+    dtypes, shapes, and which tensors were parameters or required a gradient).
+    """
+
+    def __init__(self, owner: SnapshotOwner, granted: Granted, hold: Hold, incarnation: Incarnation) -> None:
+        self.version: Version = granted.version
+        self.label: str = granted.label
+        self.topic: str = owner.topic
+        self.incarnation: Incarnation = incarnation
+        self.manifest: Manifest = granted.manifest
+        self.nbytes: int = granted.manifest.nbytes
+        self.values: dict[str, Value] = dict(granted.values)
+        self.published_at: float = granted.published_at
+        self._owner = owner
+        self._hold: Hold | None = hold
+        self._tensors: Tensors | None = None
+        self._blocks = 0
+
+    @property
+    def tensors(self) -> Tensors:
+        """The version's tensors by name; see ``Tensors``.
+
+        Raises:
+            UsageError: the snapshot was released or spent by ``load_into``.
+            AllocationError: the memory cannot be mapped.
+        """
+        hold = self._held()
+        if self._tensors is None:
+            try:
+                self._tensors = Tensors(hold)
+            except (AttachError, AllocationError) as error:
+                self._owner.fail(hold, "attach", str(error))
+                raise
+        return self._tensors
+
+    async def load_into(self, *modules: nn.Module, strict: bool = True, map: NameMap | None = None) -> None:
+        """Copy the whole version into each of ``modules``, off the loop, and acknowledge it.
+
+        Names, shapes and dtypes of everything are checked first: all or nothing. Parameters stay the same objects.
+        ``strict``: every published tensor has a place and every tensor of the module's state dict gets a value.
+        ``map`` turns a published name into the module's name, or None to leave it out.
+
+        Afterwards the snapshot is spent and its lease ends, unless ``tensors`` was taken or this is inside
+        ``async with snapshot:``. Cancelling waits for a copy that has begun; the modules are then completely loaded.
+
+        Raises:
+            MismatchError: the version does not fit; nothing was changed, and the publisher is told.
+            UsageError: the snapshot was released or spent.
+            AllocationError: the memory cannot be mapped.
+        """
+        hold = self._held()
+        cancelled = False
+        try:
+            if self.nbytes < INLINE_LOAD_BYTES:
+                self._copy(hold, modules, strict, map)
+            else:
+                cancelled = await finish(self._owner.run(lambda: self._copy(hold, modules, strict, map)))
+        except (MismatchError, AttachError, AllocationError) as error:
+            self._owner.fail(hold, "apply" if isinstance(error, MismatchError) else "attach", str(error))
+            raise
+        self._owner.acknowledge(hold)
+        if self._tensors is None and not self._blocks:
+            self.release()
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def _copy(self, hold: Hold, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None) -> None:
+        plan = plan_load(self.version, self.manifest, modules, strict=strict, map=map)
+        memory = memoryview(hold.segment.readonly()) if hold.segment is not None else memoryview(b"")
+        plan.run(TensorBuilder(memory, self.manifest))
+
+    async def ack(self) -> None:
+        """Tell the publisher that this version is in use here. Asking for the next version says it as well.
+
+        Raises:
+            UsageError: the snapshot was released or spent.
+        """
+        self._owner.acknowledge(self._held())
+
+    def release(self) -> None:
+        """Drop the snapshot's own references. The lease ends with the last tensor that the caller still has."""
+        self._hold = self._tensors = None
+
+    async def digest(self, timeout: float = 30.0) -> bytes:
+        """The publisher's content digest (32 bytes) of this version; compare with ``busync.content_digest``.
+
+        Raises:
+            UsageError: the subscriber was not made with ``digests=True``.
+            WaitTimeout: it did not come in time.
+            PublisherLost: the session ended first.
+        """
+        return await self._owner.wait_digest(self.version, timeout)
+
+    def _held(self) -> Hold:
+        if self._hold is None:
+            raise UsageError(
+                f"the snapshot of version {self.version} was released", "ask the subscriber for the version again"
+            )
+        return self._hold
+
+    async def __aenter__(self) -> Self:
+        self._held()
+        self._blocks += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._blocks -= 1
+        if isinstance(error, Exception) and not isinstance(error, BusyncError) and self._hold is not None:
+            self._owner.fail(self._hold, "apply", f"{type(error).__name__}: {error}")
+        self.release()
+
+    def __repr__(self) -> str:
+        held = "" if self._hold is not None else ", released"
+        return f"<Snapshot of {self.topic!r} version {self.version}, {self.nbytes} bytes{held}>"

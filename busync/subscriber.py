@@ -1,0 +1,557 @@
+"""Subscriber: the asyncio shell around one session after another. It runs on the caller's loop and has no thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import select
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from busync import forks
+from busync.errors import (
+    BusyncError,
+    ClosedError,
+    OptionError,
+    PinnedError,
+    PublisherLost,
+    RefusedError,
+    UsageError,
+    WaitTimeout,
+)
+from busync.ids import DEFAULT_TOPIC, Incarnation, Version
+from busync.options import SubscriberOptions, check_seconds
+from busync.protocol import effects as fx
+from busync.protocol.subscriber import SubscriberProtocol
+from busync.session import Hold, Session, SessionEnded
+from busync.snapshot import Snapshot
+from busync.transport.endpoint import Endpoint
+from busync.wire import NackCode
+
+FIRST_BACKOFF, LAST_BACKOFF = 0.02, 1.0  #: seconds between attempts to attach
+ATTACH_TIMEOUT = 5.0  #: seconds that one attempt may take
+POLL_WINDOW = 0.002  #: seconds that poll() gives a version to arrive
+#: Refusals that trying again cannot change.
+FINAL_REFUSALS = frozenset({"uid", "wire-version", "topics"})
+
+
+class _Waiter:
+    """A call that waits for a version newer than ``have``."""
+
+    def __init__(self, have: Callable[[], Version], future: asyncio.Future[Snapshot] | None) -> None:
+        self.evaluate = have
+        self.have = have()
+        self.future = future
+        self.snapshot: Snapshot | None = None
+
+    def give(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        if self.future is not None and not self.future.done():
+            self.future.set_result(snapshot)
+
+    def fail(self, error: BusyncError) -> None:
+        if self.future is not None and not self.future.done():
+            self.future.set_exception(error)
+
+
+class Subscriber(forks.ForkAware):
+    """Receives the versions of one topic.
+
+    ``async with`` waits until the publisher counts this subscriber. ``async for`` gives the newest version, then each
+    time a newer one; versions that were overtaken are skipped, and never does an older one follow a newer. When the
+    publisher goes away, a subscriber keeps what it holds and reconnects for ever; the first version of a restarted
+    publisher is adopted whatever its number (``snapshot.incarnation`` tells them apart).
+
+    It belongs to the loop on which it was opened. It needs no thread: nothing happens on its behalf while the loop is
+    busy, and every call first looks at what has arrived.
+
+    Args:
+        endpoint: the publisher's bare name, ``ipc://PATH`` or a path.
+        topic, name, connect_timeout, prefetch: see ``SubscriberOptions``.
+        digests: have the publisher compute the content digest of every version that this subscriber is given.
+
+    Raises:
+        OptionError: an option has a value that is not allowed.
+        EndpointError: the endpoint's name cannot be used.
+    """
+
+    def __init__(
+        self, endpoint: str | os.PathLike[str], *, topic: str = DEFAULT_TOPIC, name: str = "",
+        connect_timeout: float = 10.0, prefetch: bool = False, digests: bool = False,
+    ) -> None:  # fmt: skip
+        self.options = SubscriberOptions(topic=topic, name=name, connect_timeout=connect_timeout, prefetch=prefetch)
+        if type(digests) is not bool:
+            raise OptionError("digests", digests, "True or False")
+        self.endpoint = Endpoint.resolve(endpoint)
+        self.topic = topic
+        self.name = name or f"pid-{os.getpid()}"
+        self._core = SubscriberProtocol(topic, self.name, digests=digests)
+        self._session: Session | None = None
+        self._watched: list[int] = []
+        self._waiters: list[_Waiter] = []
+        self._prefetched: Snapshot | None = None
+        self._handed: tuple[Session, Version] | None = None  #: acknowledged when the next one is asked for
+        self._digests: dict[Version, asyncio.Future[bytes]] = {}
+        self._lost_reason: BusyncError = PublisherLost(self.endpoint.directory, "not connected yet")
+        self._refusal: RefusedError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._changed: asyncio.Event | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._closed = False
+        self._pid = os.getpid()
+
+    # Opening and closing
+
+    async def __aenter__(self) -> Self:
+        """Wait until the publisher counts this subscriber, at most ``connect_timeout``.
+
+        Raises:
+            PublisherLost: there is no publisher.
+            RefusedError: the publisher does not want this subscriber.
+            EndpointError: the endpoint's directory is not to be trusted.
+        """
+        forks.ensure_same_process(self._pid, "subscriber")
+        if self._closed or self._loop is not None:
+            raise ClosedError("subscriber") if self._closed else UsageError("this subscriber is open already")
+        self.endpoint.check_client()
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        forks.register(self)
+        self._keeper = self._loop.create_task(self._keep_attached(), name=f"busync-{self.name}")
+        try:
+            async with asyncio.timeout(self.options.connect_timeout):
+                while not self._core.attached and self._refusal is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            await self.close()
+            raise PublisherLost(
+                self.endpoint.directory,
+                f"none within {self.options.connect_timeout:g} s ({self._lost_reason})",
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+        if self._refusal is not None:
+            await self.close()
+            raise self._refusal
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the session. Tensors in place stay usable. May be called again; waiting calls get ClosedError."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        forks.unregister(self)
+        error = ClosedError("subscriber")
+        for waiter in self._waiters:
+            waiter.fail(error)
+        self._waiters.clear()
+        self._lose(error)
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._keeper
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+
+    # Versions
+
+    def __aiter__(self) -> Self:
+        """Iterate over versions as they come; ends only with the loop's body or an exception."""
+        return self
+
+    async def __anext__(self) -> Snapshot:
+        return await self.next()
+
+    async def next(self, timeout: float | None = None) -> Snapshot:
+        """The newest version that is newer than every version handed out so far. Cancelling loses nothing.
+
+        Asking acknowledges the version that was handed out before.
+
+        Raises:
+            WaitTimeout: there was none within ``timeout`` seconds (None: wait for ever).
+            PinnedError: this process still holds as many versions as it may.
+            RefusedError: the publisher does not want this subscriber any more.
+            ClosedError: the subscriber is closed; ForkedError: it belongs to the parent process.
+        """
+        return await self._ask(lambda: self._core.adopted, "a newer version", timeout)
+
+    async def latest(self, timeout: float | None = None) -> Snapshot:
+        """The newest version, which may be one that was handed out before; waits for the first if there is none.
+
+        Raises: as ``next``.
+        """
+        return await self._ask(lambda: self._newest_held(below_board=True), "a version", timeout, Version(1))
+
+    async def wait_version(self, version: int, timeout: float | None = None) -> Snapshot:
+        """The newest version once it is at least ``version``.
+
+        Raises: as ``next``; OptionError: ``version`` is not a whole number of at least 1.
+        """
+        if type(version) is not int or version < 1:
+            raise OptionError("version", version, "a whole number, 1 or more")
+        have = Version(version - 1)
+        return await self._ask(
+            lambda: max(have, self._newest_held(below_board=True)), f"version {version}", timeout, Version(version)
+        )
+
+    def poll(self) -> Snapshot | None:
+        """The newest version if one newer than the last is on the board and arrives within 2 ms, else None.
+
+        Needs no running loop. Raises: as ``next``, but never WaitTimeout.
+        """
+        self._begin()
+        ready = self._take_prefetched()
+        if ready is not None:
+            return self._hand_over(ready)
+        if self._session is None or self._session.newest <= self._core.adopted:
+            return None
+        self._check_held()
+        waiter = _Waiter(lambda: self._core.adopted, None)
+        self._add(waiter)
+        stop_at = time.monotonic() + POLL_WINDOW
+        try:
+            while waiter.snapshot is None and (left := stop_at - time.monotonic()) > 0 and self._session is not None:
+                watch = select.poll()
+                for fd in self._fds(self._session):
+                    watch.register(fd, select.POLLIN)
+                watch.poll(left * 1000)
+                self._turn()
+        finally:
+            self._remove(waiter)
+        return self._hand_over(waiter.snapshot) if waiter.snapshot is not None else None
+
+    # Looking
+
+    @property
+    def version(self) -> int:
+        """The newest version that the publisher has published, 0 if none: a read of shared memory."""
+        return self._session.newest if self._session is not None else 0
+
+    @property
+    def adopted(self) -> int:
+        """The newest version that was handed out here in the present incarnation, 0 if none."""
+        return self._core.adopted
+
+    @property
+    def lag(self) -> int:
+        """How many versions the publisher is ahead of this subscriber."""
+        return max(0, self.version - self.adopted)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the publisher counts this subscriber now. Looks at what has arrived first."""
+        if self._closed or os.getpid() != self._pid:
+            return False
+        self._turn()
+        return self._core.attached
+
+    @property
+    def incarnation(self) -> Incarnation | None:
+        """The publisher's run that this subscriber was last attached to."""
+        return self._core.incarnation
+
+    # What snapshots need
+
+    def acknowledge(self, hold: Hold) -> None:
+        """Send Ack for the hold's version, unless its session is over."""
+        session = hold.session()
+        if session is not None:
+            self._say_ack(session, hold.version)
+
+    def _say_ack(self, session: Session, version: Version) -> None:
+        if session is self._session:
+            self._core.ack(version)
+            self._handle(session.say())
+
+    def fail(self, hold: Hold, code: NackCode, text: str) -> None:
+        """Send Nack for the hold's version, unless its session is over."""
+        if self._session is not None and hold.session() is self._session:
+            self._core.nack(hold.version, code, text)
+            self._handle(self._session.say())
+
+    def run(self, job: Callable[[], None]) -> asyncio.Future[None]:
+        """Run a blocking job on a thread of this subscriber's own.
+
+        Raises:
+            ClosedError: the subscriber is closed.
+        """
+        if self._closed or self._loop is None:
+            raise ClosedError("subscriber")
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="busync-load")
+        return self._loop.run_in_executor(self._executor, job)
+
+    async def wait_digest(self, version: Version, timeout: float) -> bytes:
+        """The publisher's content digest of a version; see ``Snapshot.digest``."""
+        if not self._core.digests:
+            raise UsageError("this subscriber does not ask for digests", "make it with digests=True")
+        self._begin()
+        try:
+            async with asyncio.timeout(check_seconds("timeout", timeout)):
+                return await asyncio.shield(self._digest(version))
+        except TimeoutError:
+            raise WaitTimeout(f"the digest of version {version}", timeout, [self.endpoint.directory]) from None
+
+    def _digest(self, version: Version) -> asyncio.Future[bytes]:
+        assert self._loop is not None, "not opened"
+        future = self._digests.get(version)
+        if future is None:
+            for old in [v for v in self._digests if v < version and self._digests[v].done()]:
+                del self._digests[old]
+            future = self._digests[version] = self._loop.create_future()
+            # Nobody may ever ask; an exception that nobody reads is not worth a warning.
+            future.add_done_callback(lambda f: f.cancelled() or f.exception())
+        return future
+
+    # Inside: asking
+
+    def _begin(self) -> None:
+        forks.ensure_same_process(self._pid, "subscriber")
+        if self._closed:
+            raise ClosedError("subscriber")
+        if self._loop is None:
+            raise UsageError("this subscriber is not open", "use it inside `async with`")
+        self._turn()
+        if self._refusal is not None:
+            raise self._refusal
+        if self._handed is not None:
+            (session, version), self._handed = self._handed, None
+            self._say_ack(session, version)
+
+    async def _ask(
+        self, have: Callable[[], Version], what: str, timeout: float | None, enough: Version | None = None
+    ) -> Snapshot:
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        self._begin()
+        if self._loop is not asyncio.get_running_loop():
+            raise UsageError("this subscriber belongs to another event loop", "open one per loop")
+        ready = self._take_prefetched() or (self._share(enough) if enough is not None else None)
+        if ready is not None:
+            return self._hand_over(ready)
+        self._check_held()
+        assert self._loop is not None, "checked by _begin"
+        waiter = _Waiter(have, self._loop.create_future())
+        self._add(waiter)
+        assert waiter.future is not None, "made above"
+        try:
+            async with asyncio.timeout(timeout):
+                snapshot = await waiter.future
+        except TimeoutError:
+            missing = [str(self._lost_reason)] if not self._core.attached else []
+            raise WaitTimeout(what, timeout or 0.0, missing) from None
+        finally:
+            self._remove(waiter)
+            waiter.snapshot = None
+        return self._hand_over(snapshot)
+
+    def _hand_over(self, snapshot: Snapshot) -> Snapshot:
+        if self._session is not None:
+            self._handed = (self._session, snapshot.version)
+        self._update_demand()
+        return snapshot
+
+    def _newest_held(self, *, below_board: bool) -> Version:
+        session = self._session
+        if session is None:
+            return Version(0)
+        limit = session.newest if below_board else Version(session.newest + 1)
+        return max((hold.version for hold in list(session.holds.values()) if hold.version < limit), default=Version(0))
+
+    def _share(self, enough: Version) -> Snapshot | None:
+        """A snapshot under a lease that this process has already, if that is the newest version."""
+        session = self._session
+        last = self._last
+        if session is None or last is None or last.version != session.newest or last.version < enough:
+            return None
+        hold = next((h for h in list(session.holds.values()) if h.version == last.version), None)
+        return Snapshot(self, last, hold, session.incarnation) if hold is not None else None
+
+    _last: fx.Granted | None = None  #: of this session
+
+    def _take_prefetched(self) -> Snapshot | None:
+        snapshot, self._prefetched = self._prefetched, None
+        if snapshot is not None and self._session is not None and snapshot.version < self._session.newest:
+            return None  # overtaken: its release goes out as it is dropped here
+        return snapshot
+
+    def _check_held(self) -> None:
+        """Refuse to wait for what the publisher will not grant."""
+        session = self._session
+        if session is None or not self._core.attached or len(self._core.leases) < self._core.max_held:
+            return
+        gc.collect()
+        self._turn()
+        if len(self._core.leases) >= self._core.max_held:
+            raise PinnedError(self._core.max_held, [str(hold) for hold in list(session.holds.values())])
+
+    def _add(self, waiter: _Waiter) -> None:
+        self._waiters.append(waiter)
+        self._update_demand()
+
+    def _remove(self, waiter: _Waiter) -> None:
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+            self._update_demand()
+
+    def _update_demand(self) -> None:
+        """Have the one Want open that serves every waiter, or the prefetch, or nobody."""
+        session, core = self._session, self._core
+        if session is None or not core.attached:
+            return
+        have: Version | None = min((waiter.have for waiter in self._waiters), default=None)
+        if have is None and self.options.prefetch and self._prefetched is None and len(core.leases) < core.max_held:
+            have = core.adopted
+        core.demand(have)
+        self._handle(session.say())
+
+    # Inside: the session
+
+    async def _keep_attached(self) -> None:
+        """Attach, wait for the end of the session, and start again, for ever."""
+        assert self._changed is not None, "not opened"
+        assert self._loop is not None, "not opened"
+        backoff = FIRST_BACKOFF
+        while True:
+            try:
+                with forks.fork_lock:
+                    session = self._session = Session(self.endpoint, self._core)
+            except OSError as error:
+                reason = "nobody is there" if isinstance(error, (FileNotFoundError, ConnectionRefusedError)) else error
+                self._lost_reason = PublisherLost(self.endpoint.directory, str(reason))
+            except BusyncError as error:
+                self._lost_reason = error
+            else:
+                self._watch(session)
+                late = self._loop.call_later(ATTACH_TIMEOUT, self._check_attached, session)
+                self._turn()
+                while self._session is session:
+                    if self._core.attached:
+                        backoff = FIRST_BACKOFF
+                    self._changed.clear()
+                    await self._changed.wait()
+                late.cancel()
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF)
+
+    def _check_attached(self, session: Session) -> None:
+        if self._session is session and not self._core.attached:
+            self._lose(PublisherLost(self.endpoint.directory, f"it did not answer within {ATTACH_TIMEOUT:g} s"))
+
+    def _fds(self, session: Session) -> list[int]:
+        fds = [session.door.fileno()]
+        if session.bus is not None:
+            fds += [session.bus.fileno(), session.bus.monitor_fileno()]
+        return fds
+
+    def _watch(self, session: Session) -> None:
+        assert self._loop is not None, "not opened"
+        for fd in self._fds(session):
+            if fd not in self._watched:
+                self._loop.add_reader(fd, self._turn)
+                self._watched.append(fd)
+
+    def _turn(self) -> None:
+        """Handle what has arrived, without waiting."""
+        session = self._session
+        if session is None or self._loop is None:
+            return
+        try:
+            events = session.turn()
+            self._handle(events)
+        except BusyncError as error:
+            self._lose(error)
+            return
+        if self._session is not session:
+            return
+        if len(self._watched) == 1:
+            self._watch(session)
+        if session.more or (session.bus is not None and session.bus.has_input()):
+            self._loop.call_soon(self._turn)
+        if session.door.pending:
+            self._loop.call_later(0.005, self._turn)
+
+    def _handle(self, events: list[fx.SubscriberEffect]) -> None:
+        for event in events:
+            match event:
+                case fx.Attached():
+                    for waiter in self._waiters:
+                        waiter.have = waiter.evaluate()
+                    self._note_change()
+                    self._update_demand()
+                case fx.Granted():
+                    self._granted(event)
+                case fx.DigestArrived(version, digest):
+                    future = self._digest(version)
+                    if not future.done():
+                        future.set_result(digest)
+                case fx.Rejected(code, text):
+                    raise RefusedError(self.endpoint.directory, code, text)
+
+    def _granted(self, granted: fx.Granted) -> None:
+        session = self._session
+        assert session is not None, "granted without a session"
+        hold = session.hold(granted)
+        self._last = granted
+        takers = [waiter for waiter in self._waiters if waiter.have < granted.version]
+        for waiter in takers:
+            self._waiters.remove(waiter)
+            waiter.give(Snapshot(self, granted, hold, session.incarnation))
+        if not takers and self.options.prefetch:
+            self._prefetched = Snapshot(self, granted, hold, session.incarnation)
+        self._update_demand()
+
+    def _lose(self, error: BusyncError) -> None:
+        """The session is over; the keeper starts the next one."""
+        session, self._session = self._session, None
+        if session is None or self._loop is None:
+            return
+        for fd in self._watched:
+            self._loop.remove_reader(fd)
+        self._watched.clear()
+        session.close()
+        self._prefetched = self._handed = self._last = None
+        if isinstance(error, SessionEnded):
+            error = PublisherLost(self.endpoint.directory, error.text)
+        self._lost_reason = error
+        for version, future in list(self._digests.items()):
+            if not future.done():
+                future.set_exception(error)
+            del self._digests[version]
+        if isinstance(error, RefusedError) and error.code in FINAL_REFUSALS:
+            self._refusal = error
+            for waiter in self._waiters:
+                waiter.fail(error)
+        elif not isinstance(error, PublisherLost | RefusedError | ClosedError):
+            for waiter in self._waiters:
+                waiter.fail(error)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+
+    # Forks
+
+    def before_fork(self) -> None:
+        """Nothing: the session takes back its word by itself."""
+
+    def after_fork_in_child(self) -> None:
+        """The child has no session; finalizers of what it inherited do nothing."""
+        self._session = None
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a subscriber cannot be pickled", "pass the endpoint's name and open one there")

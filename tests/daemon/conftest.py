@@ -1,0 +1,18 @@
+"""Fixtures of the commands' tests."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.commands import Commands, commands_in
+
+
+@pytest.fixture
+def commands() -> Iterator[Commands]:
+    """Starts commands. Their runtime directory has a short path, as sockets need."""
+    with tempfile.TemporaryDirectory(prefix="busync-") as directory, commands_in(Path(directory)) as started:
+        yield started

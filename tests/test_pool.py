@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from busync.errors import AllocationError, ClosedError
+from busync.fds import open_fds
+from busync.handles import flatten, plan
+from busync.ids import SegmentId
+from busync.pool import CopyWorkers, Pool
+from tests.forking import check_in_child
+
+PAGE = mmap.PAGESIZE
+ONE, TWO = SegmentId(1), SegmentId(2)
+
+
+def inherited() -> list[str]:
+    """The segments that this process has descriptors of."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [link for link in links if "busync-" in link]
+
+
+def test_segments_are_kept_by_id() -> None:
+    before = open_fds()
+    pool = Pool()
+    first = pool.create(ONE, PAGE)
+    second = pool.create(TWO, 3 * PAGE)
+    assert (pool.get(ONE), pool.get(TWO)) == (first, second)
+    assert pool.nbytes == 4 * PAGE
+    assert open_fds() == before + 2
+    pool.drop(ONE)
+    assert pool.nbytes == 3 * PAGE
+    with pytest.raises(KeyError):
+        pool.get(ONE)
+    first.mapping[:1] = b"x"  # whoever still has it may use it
+    pool.close()
+    pool.close()
+    assert (pool.nbytes, open_fds()) == (0, before)
+
+
+def test_a_closed_pool_makes_no_segments() -> None:
+    before = open_fds()
+    pool = Pool()
+    pool.close()
+    with pytest.raises(ClosedError):
+        pool.create(ONE, PAGE)
+    assert open_fds() == before
+
+
+def test_what_cannot_be_reserved_leaves_nothing() -> None:
+    before = open_fds()
+    pool = Pool()
+    with pytest.raises(AllocationError):
+        pool.create(ONE, 1 << 45)
+    assert (pool.nbytes, open_fds()) == (0, before)
+
+
+def test_a_child_keeps_neither_descriptors_nor_memory() -> None:
+    pool = Pool()
+    kept, dropped = pool.create(ONE, PAGE), pool.create(TWO, PAGE)
+    pool.drop(TWO)
+
+    def check() -> None:
+        nonlocal kept, dropped
+        assert inherited() == []
+        assert pool.nbytes == 0
+        with pytest.raises(ClosedError):
+            pool.create(SegmentId(3), PAGE)
+        taken = [mmap.mmap(-1, PAGE) for _ in range(64)]
+        del kept, dropped
+        for mapping in taken:
+            mapping[0] = 1
+
+    check_in_child(check)
+    kept.mapping[:1] = b"x"
+    assert pool.get(ONE) is kept
+    pool.close()
+
+
+def test_a_fork_waits_for_a_segment_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    started, fallocate = threading.Event(), os.posix_fallocate
+
+    def check() -> None:
+        assert inherited() == []
+
+    def slow(*arguments: int) -> None:
+        started.set()
+        time.sleep(0.2)
+        fallocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    thread = threading.Thread(target=pool.create, args=(ONE, PAGE))
+    thread.start()
+    started.wait()
+    check_in_child(check)
+    thread.join()
+    assert pool.nbytes == PAGE
+    pool.close()
+
+
+def test_workers_run_all_jobs() -> None:
+    source = {f"w{index}": torch.randn(1 << 18) for index in range(8)}
+    planned = plan(flatten(source))
+    buffer = bytearray(planned.manifest.nbytes)
+    workers = CopyWorkers(3)
+    workers.run(planned.jobs(memoryview(buffer), 3))
+    workers.close()
+    workers.close()
+    assert buffer == b"".join(bytes(tensor.view(torch.uint8).numpy()) for tensor in source.values())
+
+
+def test_workers_hand_on_errors() -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    workers = CopyWorkers(1)
+    with pytest.raises(ValueError, match="no"):
+        workers.run([fail])
+    assert workers.submit(lambda: None).result() is None
+    workers.close()
