@@ -76,16 +76,19 @@ class Call(Generic[T]):
             raise
 
 
-async def finish(future: asyncio.Future[Any]) -> bool:
-    """Wait for work that must not be left half done; says whether the caller was cancelled meanwhile.
-
-    Raises: what the work raised.
-    """
+async def settle(future: asyncio.Future[Any]) -> bool:
+    """Wait for the end of something that must not be left half done; says whether the caller was cancelled meanwhile."""
     cancelled = False
     while not future.done():
         try:
             await asyncio.wait([future])
         except asyncio.CancelledError:
             cancelled = True
+    return cancelled
+
+
+async def finish(future: asyncio.Future[Any]) -> bool:
+    """As ``settle``, and raises what the work raised."""
+    cancelled = await settle(future)
     future.result()
     return cancelled

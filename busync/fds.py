@@ -143,8 +143,8 @@ def map_fd(fd: OwnedFd, nbytes: int, prot: int, flags: int, kind: type[_Mapping]
 
     ``mmap.mmap(fd)`` keeps a duplicate of the descriptor for itself: one more descriptor per mapping, and one that
     nobody can close in a forked child, where it would keep the memory alive. So an anonymous mapping is made, which
-    has none, and the file is mapped over it (so ``len()`` works and ``.size()`` does not). The object takes every mapping for a writable one: wrap it in
-    ``memoryview(...).toreadonly()`` where ``prot`` is PROT_READ.
+    has none, and the file is mapped over it: ``len()`` works and ``.size()`` does not. The object takes every mapping
+    for a writable one: wrap it in ``memoryview(...).toreadonly()`` where ``prot`` is PROT_READ.
 
     Raises:
         OSError: the kernel refuses (ENOMEM, EPERM by a seal, EACCES).

@@ -127,7 +127,8 @@ class Publisher(PublisherBase):
     async def __aenter__(self) -> Self:
         server = self._start()
         try:
-            await finish(asyncio.wrap_future(server.ready))
+            if await finish(asyncio.wrap_future(server.ready)):
+                raise asyncio.CancelledError
         except BaseException:
             await self.close()
             raise

@@ -15,7 +15,7 @@ from torch import nn
 
 from busync.calls import finish
 from busync.errors import BusyncError, OptionError, WaitTimeout
-from busync.handles import Flat, LoanBuffer, Plan, Segment, Source, flatten, like_plan, plan
+from busync.handles import Flat, Job, LoanBuffer, Plan, Segment, Source, flatten, like_plan, plan
 from busync.ids import SessionId, Version
 from busync.manifest import Manifest
 from busync.protocol import effects as fx
@@ -32,7 +32,7 @@ Wait = Literal["none", "all"] | int
 PAGE_BYTES = 4096
 SMALL_TENSORS = 64  #: sources of at most this many tensors are planned on the loop: a hop to a thread costs more
 SMALL_BYTES = 256 * 1024  #: and at most this much is copied there
-LARGE_MANIFEST = 2048  #: tensors from which on a manifest is encoded on a thread
+LARGE_MANIFEST = 2048  #: tensors from which on a manifest is encoded, and its copies are cut to pieces, on a thread
 COMPLAINT_INTERVAL = 30.0  #: seconds between warnings that a publish had to wait
 
 
@@ -215,7 +215,10 @@ async def _memory(server: Server, reserved: fx.Reserved) -> Segment | None:
 
 
 async def _copy(server: Server, planned: Plan, segment: Segment) -> None:
-    jobs = planned.jobs(memoryview(segment.mapping), server.options.copy_threads)
+    def make_jobs() -> list[Job]:
+        return planned.jobs(memoryview(segment.mapping), server.options.copy_threads)
+
+    jobs = make_jobs() if len(planned.sources) < LARGE_MANIFEST else await _run(server, make_jobs)
     if planned.manifest.nbytes <= SMALL_BYTES:
         for job in jobs:
             job()

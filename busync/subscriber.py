@@ -9,11 +9,11 @@ import select
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 from busync import forks
+from busync.calls import settle
 from busync.errors import (
     BusyncError,
     ClosedError,
@@ -103,6 +103,7 @@ class Subscriber(forks.ForkAware):
         self._keeper: asyncio.Task[None] | None = None
         self._changed: asyncio.Event | None = None
         self._executor: ThreadPoolExecutor | None = None
+        self._job: asyncio.Future[None]
         self._closed = False
         self._pid = os.getpid()
 
@@ -159,12 +160,15 @@ class Subscriber(forks.ForkAware):
             waiter.fail(error)
         self._waiters.clear()
         self._lose(error)
+        cancelled = False
         if self._keeper is not None:
             self._keeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._keeper
+            cancelled = await settle(self._keeper)
         if self._executor is not None:
+            cancelled = await settle(self._job) or cancelled
             self._executor.shutdown(wait=True)
+        if cancelled:
+            raise asyncio.CancelledError
 
     # Versions
 
@@ -292,7 +296,8 @@ class Subscriber(forks.ForkAware):
             raise ClosedError("subscriber")
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="busync-load")
-        return self._loop.run_in_executor(self._executor, job)
+        self._job = self._loop.run_in_executor(self._executor, job)  # one thread: the last one ends last
+        return self._job
 
     async def wait_digest(self, version: Version, timeout: float) -> bytes:
         """The publisher's content digest of a version; see ``Snapshot.digest``."""

@@ -142,8 +142,8 @@ class ManifestPart(Message, frozen=True, kw_only=True):
     part: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]
     parts: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]
     nbytes: Annotated[int, Meta(ge=0, le=MAX_SEGMENT_BYTES)]
-    groups: tuple[GroupSpec, ...]
-    tensors: tuple[TensorSpec, ...]
+    groups: Annotated[tuple[GroupSpec, ...], Meta(max_length=PART_TENSORS)]
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=PART_TENSORS)]
 
 
 def manifest_parts(manifest: Manifest, incarnation: int) -> list[ManifestPart]:
@@ -204,14 +204,15 @@ def encode(message: Message) -> bytes:
     return packed
 
 
-def _decoder(channel: str, union: Any, max_bytes: int) -> Callable[[bytes], Any]:
+def _decoder(channel: str, union: Any, max_bytes: int, max_items: int) -> Callable[[bytes], Any]:
+    # Memory for an array is taken before its items are read, on every level of nesting: max_items bounds that.
     def decode(data: bytes) -> Any:
         if len(data) > max_bytes:
             raise DecodeError(channel, f"{len(data)} bytes are more than the {max_bytes} allowed")
         try:
             tree = msgpack.unpackb(
                 data, raw=False, strict_map_key=True, use_list=False,
-                max_str_len=max_bytes, max_bin_len=max_bytes, max_array_len=max_bytes,
+                max_str_len=max_bytes, max_bin_len=max_bytes, max_array_len=max_items,
                 max_map_len=max_bytes, max_ext_len=0,
             )  # fmt: skip
             message = msgspec.convert(tree, union)
@@ -225,7 +226,7 @@ def _decoder(channel: str, union: Any, max_bytes: int) -> Callable[[bytes], Any]
 
 
 #: Decode one packet or message of a channel and direction, or raise DecodeError.
-decode_door_up: Callable[[bytes], DoorUp] = _decoder("door", DoorUp, MAX_PACKET_BYTES)
-decode_door_down: Callable[[bytes], DoorDown] = _decoder("door", DoorDown, MAX_PACKET_BYTES)
-decode_bus_up: Callable[[bytes], BusUp] = _decoder("bus", BusUp, 256)
-decode_bus_down: Callable[[bytes], BusDown] = _decoder("bus", BusDown, MAX_MESSAGE_BYTES)
+decode_door_up: Callable[[bytes], DoorUp] = _decoder("door", DoorUp, MAX_PACKET_BYTES, 1024)
+decode_door_down: Callable[[bytes], DoorDown] = _decoder("door", DoorDown, MAX_PACKET_BYTES, 1024)
+decode_bus_up: Callable[[bytes], BusUp] = _decoder("bus", BusUp, 256, 16)
+decode_bus_down: Callable[[bytes], BusDown] = _decoder("bus", BusDown, MAX_MESSAGE_BYTES, 4096)

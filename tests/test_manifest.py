@@ -113,6 +113,7 @@ def test_a_tensor_without_elements_needs_no_place() -> None:
         ({"size": (1 << 63,), "stride": (1,)}, "beyond"),
         ({"size": (1,), "stride": (1 << 63,)}, "far too large"),
         ({"size": (0,), "stride": (1,)}, "has no element"),
+        ({"name": "w\x1b[2J"}, "printable"),
         ({"group": 1}, "not the next"),
         ({"group": 1 << 62}, "not the next"),
     ],

@@ -4,16 +4,13 @@ import contextlib
 import mmap
 import os
 import threading
-import time
 
 import pytest
-import torch
 
 from busync.errors import AllocationError, ClosedError
 from busync.fds import open_fds
-from busync.handles import flatten, plan
 from busync.ids import SegmentId
-from busync.pool import CopyWorkers, Pool
+from busync.pool import Pool
 from tests.forking import check_in_child
 
 PAGE = mmap.PAGESIZE
@@ -86,16 +83,16 @@ def test_a_child_keeps_neither_descriptors_nor_memory() -> None:
     pool.close()
 
 
-def test_a_fork_waits_for_a_segment_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_does_not_wait_for_a_segment_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
-    started, fallocate = threading.Event(), os.posix_fallocate
+    started, go_on, fallocate = threading.Event(), threading.Event(), os.posix_fallocate
 
     def check() -> None:
         assert inherited() == []
 
     def slow(*arguments: int) -> None:
         started.set()
-        time.sleep(0.2)
+        go_on.wait(10)
         fallocate(*arguments)
 
     monkeypatch.setattr(os, "posix_fallocate", slow)
@@ -103,28 +100,7 @@ def test_a_fork_waits_for_a_segment_that_is_being_made(monkeypatch: pytest.Monke
     thread.start()
     started.wait()
     check_in_child(check)
+    go_on.set()
     thread.join()
     assert pool.nbytes == PAGE
     pool.close()
-
-
-def test_workers_run_all_jobs() -> None:
-    source = {f"w{index}": torch.randn(1 << 18) for index in range(8)}
-    planned = plan(flatten(source))
-    buffer = bytearray(planned.manifest.nbytes)
-    workers = CopyWorkers(3)
-    workers.run(planned.jobs(memoryview(buffer), 3))
-    workers.close()
-    workers.close()
-    assert buffer == b"".join(bytes(tensor.view(torch.uint8).numpy()) for tensor in source.values())
-
-
-def test_workers_hand_on_errors() -> None:
-    def fail() -> None:
-        raise ValueError("no")
-
-    workers = CopyWorkers(1)
-    with pytest.raises(ValueError, match="no"):
-        workers.run([fail])
-    assert workers.submit(lambda: None).result() is None
-    workers.close()

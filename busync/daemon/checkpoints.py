@@ -217,7 +217,7 @@ class SafetensorsFile:
             with open(os.memfd_create("header", os.MFD_CLOEXEC), "wb") as copy:
                 copy.write(head + os.pread(self._fd, header_nbytes, 8))
                 copy.truncate(nbytes)
-                with safe_open(f"/proc/self/fd/{copy.fileno()}", framework="pt") as file:
+                with safe_open(f"/proc/self/fd/{copy.fileno()}", framework="pt", backend="pread") as file:
                     slices = {name: file.get_slice(name) for name in file.offset_keys()}
                     kinds = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in slices.items()}
         except SafetensorError as error:

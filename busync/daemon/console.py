@@ -73,8 +73,6 @@ def describe(error: BaseException) -> str:
             text = str(error)
         case typer.TyperException():
             text = f"{error.format_message().rstrip('.')}; see --help"
-        case BrokenPipeError():
-            text = "nobody reads the output any more"
         case OSError(strerror=str(reason)):
             text = f"{error.filename}: {reason}" if error.filename else reason
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -97,9 +95,18 @@ class Events:
         self.as_json = as_json
 
     def tell(self, event: str, text: str, **fields: object) -> None:
-        """Report an event: ``text`` for people, ``fields`` for programs."""
-        sys.stdout.write((json.dumps({"event": event, **fields}) if self.as_json else text) + "\n")
-        sys.stdout.flush()
+        """Report an event: ``text`` for people, ``fields`` for programs.
+
+        Raises:
+            CommandError: nobody reads stdout any more.
+        """
+        try:
+            sys.stdout.write((json.dumps({"event": event, **fields}) if self.as_json else text) + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # What the interpreter flushes at its end must have somewhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
+            raise CommandError("nobody reads the output any more") from None
 
     def warn(self, event: str, text: str, **fields: object) -> None:
         """Report trouble that does not end the command."""
@@ -119,15 +126,10 @@ def main(command: str, function: Callable[..., None]) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
         code = app(prog_name=command, standalone_mode=False) or ExitCode.FINE
-    except SystemExit:
-        code = ExitCode.FINE
     except Exception as error:
         code = exit_code_of(error)
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
-        if isinstance(error, BrokenPipeError):
-            # What the interpreter flushes at its end must have somewhere to go.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say(command, describe(error))
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -143,7 +145,8 @@ def say(command: str, text: str) -> None:
 
 
 def _leave(number: int, frame: object) -> NoReturn:
-    raise SystemExit(ExitCode.FINE)
+    # There is nothing to tidy yet, and an exception would get lost in one of the modules that are being imported.
+    os._exit(ExitCode.FINE)
 
 
 def _tame(command: str) -> None:
@@ -165,8 +168,10 @@ def _tame(command: str) -> None:
     sys.unraisablehook = lambda args: say(command, describe(args.exc_value or RuntimeError(str(args.err_msg))))
 
 
-def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
+def run_until_stopped(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run ``work`` on a loop. SIGTERM and SIGINT cancel it, once, and that is a tidy end."""
+    import torch  # noqa: F401 - takes seconds, in which a loop could not react to a signal
+
     stopped = False
 
     async def supervise() -> None:
@@ -181,7 +186,7 @@ def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        await work
+        await work()
 
     try:
         asyncio.run(supervise())

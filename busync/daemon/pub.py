@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, NoReturn
+from typing import Annotated, Final, Literal, NamedTuple, NoReturn
 
 import typer
 
+import busync
 from busync.daemon import console
 from busync.daemon.checkpoints import SAFETENSORS, SafetensorsFile, load_pickled, newest
 from busync.daemon.console import CommandError, Events, ExitCode
 from busync.daemon.watch import Watcher
 from busync.errors import BusyncError, OptionError
 from busync.ids import DEFAULT_TOPIC, MAX_LABEL_BYTES, check_label
-
-if TYPE_CHECKING:
-    from busync import Publisher, PublishReport
 
 COMMAND: Final = "busync-pub"
 #: Seconds between two looks at what is watched. A file must look the same twice to be published.
@@ -55,7 +53,7 @@ class Order:
 class Sent(NamedTuple):
     """What was published."""
 
-    report: PublishReport
+    report: busync.PublishReport
     tensors: int
     nbytes: int
 
@@ -109,7 +107,7 @@ def publish(
         when_full=when_full,
         lease_timeout=lease_timeout_s,
     )
-    console.run_until_stopped(Sender(order, Events(COMMAND, as_json=as_json)).run())
+    console.run_until_stopped(Sender(order, Events(COMMAND, as_json=as_json)).run)
 
 
 class Sender:
@@ -131,10 +129,7 @@ class Sender:
             remedy = "check the path" if order.watch else "check the path, or --watch to wait for it"
             raise CommandError(f"{order.source} is not there", remedy, ExitCode.USAGE)
         path = None if order.watch else await console.in_thread(newest, order.source)
-
-        from busync import Publisher
-
-        async with Publisher(
+        async with busync.Publisher(
             order.endpoint,
             max_segments=order.max_segments,
             when_full=order.when_full.value,
@@ -148,7 +143,7 @@ class Sender:
                 await self._publish(publisher, path)
                 await asyncio.Event().wait()
 
-    async def _follow(self, publisher: Publisher) -> None:
+    async def _follow(self, publisher: busync.Publisher) -> None:
         troubles: list[tuple[Path, str]] = []
         watcher = Watcher(self._order.source, lambda path, reason: troubles.append((path, reason)))
         while True:
@@ -167,7 +162,7 @@ class Sender:
                 reason = console.describe(error)
                 self._events.warn("error", f"{path.name} was not published: {reason}", file=str(path), reason=reason)
 
-    async def _publish(self, publisher: Publisher, path: Path) -> None:
+    async def _publish(self, publisher: busync.Publisher, path: Path) -> None:
         started = time.monotonic()
         label = self._order.label
         if label is None:
@@ -201,7 +196,7 @@ class Sender:
             failed=report.failed,
         )
 
-    async def _publish_safetensors(self, publisher: Publisher, path: Path, label: str) -> Sent | None:
+    async def _publish_safetensors(self, publisher: busync.Publisher, path: Path, label: str) -> Sent | None:
         """Read the file straight into a loan, so that its weights are in memory once. None: it would have to wait."""
         order, stop = self._order, threading.Event()
         with await console.in_thread(SafetensorsFile, path) as file:
@@ -214,13 +209,13 @@ class Sender:
                 report = await loan.publish(label=label, wait=order.wait, timeout=order.timeout)
             return Sent(report, len(file.layout), file.nbytes)
 
-    def _is_full(self, publisher: Publisher) -> bool:
+    def _is_full(self, publisher: busync.Publisher) -> bool:
         """Whether a loan would have to wait: loans do, whatever --when-full says."""
         topic = publisher.status()["topics"].get(self._order.topic, {"versions": ()})
         used = [entry for entry in topic["versions"] if entry["bytes"] and entry["state"] != "ABANDONED"]
         return len(used) >= self._order.max_segments
 
-    async def _publish_pickled(self, publisher: Publisher, path: Path, label: str) -> Sent:
+    async def _publish_pickled(self, publisher: busync.Publisher, path: Path, label: str) -> Sent:
         order = self._order
         async with console.progress(f"publishing {path.name}"):
             flat = await console.in_thread(partial(load_pickled, path, mapped=not order.watch))

@@ -11,20 +11,18 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn
 from urllib.parse import quote
 
 import msgspec
 import typer
 
+import busync
 from busync.daemon import checkpoints, console
 from busync.daemon.checkpoints import SAFETENSORS
 from busync.daemon.console import CommandError, Events, ExitCode
 from busync.errors import OptionError, PublisherLost, WaitTimeout
 from busync.ids import DEFAULT_TOPIC, check_label
-
-if TYPE_CHECKING:
-    from busync import Snapshot, Subscriber
 
 COMMAND: Final = "busync-sub"
 #: Seconds between two looks at whether the publisher is there.
@@ -87,7 +85,7 @@ def subscribe(
         save=save,
         run=_parse_command(exec_),
     )
-    console.run_until_stopped(Follower(order, Events(COMMAND, as_json=as_json)).run())
+    console.run_until_stopped(Follower(order, Events(COMMAND, as_json=as_json)).run)
 
 
 def _parse_command(text: str | None) -> tuple[str, ...]:
@@ -118,10 +116,8 @@ class Follower:
             CommandError: a version is not what was published, or the command to run failed.
             OSError: a version cannot be saved.
         """
-        from busync import Subscriber
-
         order = self._order
-        async with Subscriber(
+        async with busync.Subscriber(
             order.endpoint,
             topic=order.topic,
             name=order.name,
@@ -138,7 +134,7 @@ class Follower:
                 observer.cancel()
                 await asyncio.wait([observer])
 
-    async def _observe(self, subscriber: Subscriber) -> None:
+    async def _observe(self, subscriber: busync.Subscriber) -> None:
         attached = True
         while True:
             await asyncio.sleep(LOOK_EVERY)
@@ -154,7 +150,7 @@ class Follower:
             text = f"the publisher at {endpoint} is gone; waiting for it"
             self._events.warn("lost", text, endpoint=endpoint, topic=topic)
 
-    async def _next(self, subscriber: Subscriber) -> bool:
+    async def _next(self, subscriber: busync.Subscriber) -> bool:
         """Wait for the next version and adopt it; False if the publisher went before it could be verified."""
         snapshot = await subscriber.next(timeout=self._order.timeout)
         facts = self._facts(snapshot)
@@ -180,7 +176,7 @@ class Follower:
             await snapshot.ack()
         return True
 
-    def _facts(self, snapshot: Snapshot) -> dict[str, Any]:
+    def _facts(self, snapshot: busync.Snapshot) -> dict[str, Any]:
         latency = time.monotonic() - snapshot.published_at
         incarnation, version = self._last
         skipped = snapshot.version - version - 1 if snapshot.incarnation == incarnation else 0
@@ -210,15 +206,13 @@ class Follower:
             text += f"; saved as {facts['file']}"
         self._events.tell("adopted", text, **facts)
 
-    async def _digests(self, snapshot: Snapshot) -> tuple[bytes, bytes]:
+    async def _digests(self, snapshot: busync.Snapshot) -> tuple[bytes, bytes]:
         """The digest of what is here, and of what was published."""
-        from busync import content_digest
-
         async with console.progress(f"verifying version {snapshot.version}"):
             theirs = await snapshot.digest(timeout=DIGEST_TIMEOUT)
-            return await console.in_thread(content_digest, snapshot.tensors), theirs
+            return await console.in_thread(busync.content_digest, snapshot.tensors), theirs
 
-    async def _save(self, snapshot: Snapshot, directory: Path) -> Path:
+    async def _save(self, snapshot: busync.Snapshot, directory: Path) -> Path:
         # A topic may hold any printable character, a file name may not.
         path = directory / f"{quote(snapshot.topic, safe=' ')}-{snapshot.version}{SAFETENSORS}"
         metadata = {
@@ -234,7 +228,7 @@ class Follower:
             await console.in_thread(checkpoints.write, snapshot.tensors, path, metadata)
         return path
 
-    async def _run(self, snapshot: Snapshot, file: str | None) -> None:
+    async def _run(self, snapshot: busync.Snapshot, file: str | None) -> None:
         """Run the user's command and wait for it; a cancellation ends it."""
         words = self._order.run
         variables = {"BUSYNC_VERSION": str(snapshot.version), "BUSYNC_LABEL": snapshot.label}

@@ -25,6 +25,7 @@ from busync.handles.memory import (
     create_segment,
     map_private,
     map_readonly,
+    open_segment,
 )
 from busync.handles.source import Flat, Source, flatten
 from busync.handles.tensors import DTYPE_NAMES, TORCH_DTYPES, check_tensor
@@ -51,6 +52,7 @@ __all__ = [
     "like_plan",
     "map_private",
     "map_readonly",
+    "open_segment",
     "plan",
     "plan_load",
 ]

@@ -60,11 +60,23 @@ class TensorBuilder:
         if flat is None:
             group = self.manifest.groups[spec.group]
             memory = self._buffer[group.offset_bytes : group.offset_bytes + group.nbytes]
-            flat = self._flat[spec.group] = torch.frombuffer(memory, dtype=dtype)
-            self.memory[spec.group] = weakref.ref(memory)
-        elif flat.dtype is not dtype:
+            made = torch.frombuffer(memory, dtype=dtype)
+            flat = self._flat.setdefault(spec.group, made)
+            if flat is made:  # and not that of another thread
+                self.memory[spec.group] = weakref.ref(memory)
+        if flat.dtype is not dtype:
             flat = flat.view(dtype)
         return flat.as_strided(spec.size, spec.stride, spec.offset)
+
+    def address(self) -> int:
+        """Where the buffer is, for copies that need no tensors; good until drop(). The buffer is not empty.
+
+        Raises:
+            ClosedError: drop() was called.
+        """
+        if self._buffer is None:
+            raise ClosedError("tensor builder")
+        return torch.frombuffer(self._buffer, dtype=torch.uint8, count=1).data_ptr()
 
     def drop(self) -> None:
         """Drop the builder's own references to the memory. Nothing can be built afterwards."""

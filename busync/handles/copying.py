@@ -40,7 +40,8 @@ def make_jobs(
     count = max(1, min(workers, total // _WORTH_A_THREAD_BYTES))
     piece = min(PIECE_BYTES, max(total // (4 * count), _WORTH_A_THREAD_BYTES // 4))
     # A list's iterator may be advanced from several threads; a generator's may not.
-    small_moves = iter(list(_cut_moves(moves, piece)) if total > piece else moves)
+    large = any(nbytes > piece for _, _, nbytes in moves)
+    small_moves = iter(list(_cut_moves(moves, piece)) if large else moves)
     small_copies = iter([pair for copy in copies for pair in _pieces(buffer, copy, piece)])
     holder = torch.frombuffer(buffer, dtype=torch.uint8)
     base = holder.data_ptr()

@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
-from typing import cast
+from typing import TypeGuard
 
 import torch
+from msgspec import Struct
 
 from busync.errors import ExportError, OptionError
 from busync.handles.copying import Copy, Job, Move, make_jobs
@@ -44,8 +45,11 @@ Shapes = Mapping[str, tuple[str | torch.dtype, Dims]]  #: name -> (dtype or its 
 _NOTHING = make_manifest(0, (), ())
 
 
-@dataclass(slots=True, eq=False)
-class _View:
+# Views and groups are in no cycle. Kept from the garbage collector (gc=False), they are freed as they are dropped, and
+# 70,000 of them do not set off a full collection: see the specs in ``manifest``.
+
+
+class _View(Struct, eq=False, gc=False):
     """A tensor on its way into the plan."""
 
     name: str
@@ -59,14 +63,25 @@ class _View:
     stored: int  #: elements, without those that a stride of 0 repeats
     dense: bool  #: its bytes can be copied as they lie
     shares: bool  #: it may overlap other tensors
-    group: _Group | None = None
+    group: int = -1  #: which of the groups that _find_groups returns
 
 
-@dataclass(slots=True, eq=False)
-class _Group:
-    views: list[_View]
+class _Group(Struct, eq=False, gc=False):
+    """Views that share memory; usually there is one. They do not refer back."""
+
+    first: _View
+    others: list[_View] | None = None
     index: int = -1  #: in the manifest, once placed
     start: int = 0  #: address that stands for the group's first byte
+
+    @property
+    def views(self) -> list[_View]:
+        return [self.first, *(self.others or ())]
+
+    def add(self, view: _View) -> None:
+        if self.others is None:
+            self.others = []
+        self.others.append(view)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +101,7 @@ class Plan:
         hold up the rest. A small plan gives one job; one without bytes gives none. Each runs on one core and gives
         up the GIL while it copies.
         """
+        assert len(buffer) >= self.manifest.nbytes
         if not self.moves and not self.copies:
             return []
         return make_jobs(buffer, self.moves, self.copies, workers, keep=self)
@@ -98,34 +114,32 @@ def plan(flat: Flat) -> Plan:
         ExportError: a tensor cannot be published, or all together exceed the largest segment.
     """
     views = [_measure(name, tensor, check_tensor(name, tensor)) for name, tensor in flat.tensors.items()]
-    _find_groups(views)
-    return _place(views, flat.parameters)
+    return _place(views, _find_groups(views), flat.parameters)
 
 
 def like_plan(like: Source | Shapes) -> Manifest:
     """The layout for a loan: tensors as in ``like``, whose values are ignored.
 
-    ``like`` is a source as for a publish, whose tensors may also be on other devices or on "meta"; or a mapping of
-    name to (dtype or its name, size). Dense tensors keep their strides and CPU tensors that overlap still do, others
-    become contiguous: every tensor can be written to. Plain values are left out.
+    ``like`` is a source as for a publish, whose tensors may also be on other devices or on "meta"; in a mapping,
+    (dtype or its name, size) may stand for a tensor. Dense tensors keep their strides and CPU tensors that overlap
+    still do, others become contiguous: every tensor can be written to. Plain values are left out.
 
     Raises:
         ExportError: a name or tensor cannot be published.
         OptionError: a dtype or size is not allowed.
     """
-    if isinstance(like, Mapping) and like and all(map(_is_shape, like.values())):
-        flat = flatten({name: _shaped(*shape) for name, shape in cast(Shapes, like).items()})
-    else:
-        flat = flatten(like)
+    if isinstance(like, Mapping):
+        like = {name: _shaped(*value) if _is_shape(value) else value for name, value in like.items()}
+    flat = flatten(like)
     views = [_measure_like(name, tensor, check_kind(name, tensor)) for name, tensor in flat.tensors.items()]
-    _find_groups(views)
-    return _place(views, flat.parameters).manifest
+    return _place(views, _find_groups(views), flat.parameters).manifest
 
 
-def _is_shape(value: object) -> bool:
+def _is_shape(value: object) -> TypeGuard[tuple[str | torch.dtype, Dims]]:
     return (
         isinstance(value, tuple) and len(value) == 2
         and isinstance(value[0], (str, torch.dtype)) and isinstance(value[1], (tuple, list))
+        and not any(isinstance(length, torch.Tensor) for length in value[1])
     )  # fmt: skip
 
 
@@ -181,40 +195,47 @@ def _packed(size: Dims, stride: Sequence[int]) -> Dims:
     return tuple(packed)
 
 
-def _find_groups(views: list[_View]) -> None:
-    """Give every view its group. Those without an element have one together."""
-    group = empty = _Group([])
+def _find_groups(views: list[_View]) -> list[_Group]:
+    """The alias groups, of which every view gets its number. Those without an element have one together."""
+    groups: list[_Group] = []
     end = 0
     for view in sorted((view for view in views if view.shares), key=attrgetter("start")):
         if view.start < end:
-            group.views.append(view)
+            groups[-1].add(view)
         else:
-            group = _Group([view])
-        view.group = group
+            groups.append(_Group(view))
+        view.group = len(groups) - 1
         end = max(end, view.end)
+    empty = -1
     for view in views:
-        if not view.shares:
-            view.group = _Group([view]) if view.stored else empty
+        if view.stored and not view.shares:
+            view.group = len(groups)
+            groups.append(_Group(view))
+        elif not view.stored:
+            if empty < 0:
+                empty = len(groups)
+                groups.append(_Group(view))
+            view.group = empty
+    return groups
 
 
-def _place(views: list[_View], parameters: set[str]) -> Plan:
+def _place(views: list[_View], groups: list[_Group], parameters: set[str]) -> Plan:
     """Put the groups into a segment in the order of their first use."""
     plan = Plan(_NOTHING, sources=[view.tensor for view in views])
-    groups: list[GroupSpec] = []
+    placed: list[GroupSpec] = []
     tensors: list[TensorSpec] = []
     end = 0
     for view in views:
-        group = view.group
-        assert group is not None
+        group = groups[view.group]
         if group.index < 0:
-            group.index = len(groups)
-            if group.views:
+            group.index = len(placed)
+            if view.stored:
                 start = -(-end // ALIGNMENT) * ALIGNMENT
                 nbytes = _fill(plan, group, start)
                 end = start + nbytes
-                groups.append(GroupSpec(start, nbytes))
+                placed.append(GroupSpec(start, nbytes))
             else:
-                groups.append(GroupSpec(0, 0))
+                placed.append(GroupSpec(0, 0))
         offset = (view.start - group.start) // view.itemsize if view.stored else 0
         tensors.append(
             TensorSpec(
@@ -224,14 +245,14 @@ def _place(views: list[_View], parameters: set[str]) -> Plan:
         )  # fmt: skip
     if end > MAX_SEGMENT_BYTES:
         raise ExportError("source", f"{end} bytes exceed the largest segment of {MAX_SEGMENT_BYTES} bytes")
-    plan.manifest = make_manifest(end, tuple(groups), tuple(tensors))
+    plan.manifest = make_manifest(end, tuple(placed), tuple(tensors))
     return plan
 
 
 def _fill(plan: Plan, group: _Group, offset: int) -> int:
     """Plan the copies into a group at ``offset`` bytes, settle its views' strides, and return its bytes."""
-    first = group.views[0]
-    if not all(_same(first, view) for view in group.views[1:]):
+    first = group.first
+    if group.others and not all(_same(first, view) for view in group.others):
         return _fill_overlapping(plan, group, offset)
     group.start = first.start
     if first.dense:
@@ -245,16 +266,15 @@ def _fill(plan: Plan, group: _Group, offset: int) -> int:
 
 
 def _fill_overlapping(plan: Plan, group: _Group, offset: int) -> int:
-    low = min(view.start for view in group.views)
-    high = max(view.end for view in group.views)
-    widest = max(group.views, key=attrgetter("itemsize"))
+    views = group.views
+    low = min(view.start for view in views)
+    high = max(view.end for view in views)
+    widest = max(views, key=attrgetter("itemsize"))
     group.start = low - (low - widest.start) % widest.itemsize  # so that every offset is whole in its dtype
-    distinct: list[_View] = []
-    for view in group.views:
+    for view in views:
         if (view.start - group.start) % view.itemsize:
             raise ExportError(view.name, f"it overlaps {widest.name!r} out of step with its elements", "clone it")
-        if not any(_same(view, other) for other in distinct):
-            distinct.append(view)
+    distinct = list({(view.start, view.dtype, view.size, view.stride): view for view in views}.values())
     whole = [view for view in distinct if view.dense and view.start == low and view.end == high]
     for view in whole[:1] or distinct:
         at = offset + view.start - group.start

@@ -23,12 +23,16 @@ NameMap = Mapping[str, str | None] | Callable[[str], str | None]
 class _Pair:
     spec: TensorSpec
     target: torch.Tensor  #: an alias of the module's tensor, so that the memory stays what was checked
-    moves: bool  #: source and target lie alike, without gaps, on the CPU
+    offset_bytes: int  #: of the source in the segment, if both lie alike, without gaps, on the CPU; or else -1
+    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
 class LoadPlan:
-    """Which tensor of a version goes into which tensors of the modules. Keeps those alive, not the version."""
+    """Which tensor of a version goes into which tensors of the modules. Keeps those alive, not the version.
+
+    Good for every version of the same manifest, as long as the modules keep their tensors.
+    """
 
     pairs: list[_Pair]
 
@@ -38,16 +42,17 @@ class LoadPlan:
         The modules' tensors stay the same objects and keep requires_grad; autograd is told that they have changed.
         """
         moved = []
+        start = builder.address() if builder.manifest.nbytes else 0
         with torch.inference_mode():  # the one mode in which both normal and inference tensors can be written
             for pair in self.pairs:
-                source, target = builder.build(pair.spec), pair.target
-                if pair.moves:
-                    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+                target = pair.target
+                if pair.offset_bytes >= 0:
+                    ctypes.memmove(target.data_ptr(), start + pair.offset_bytes, pair.nbytes)
                     moved.append(target)
                 elif target.is_cpu:
-                    copy_elements(target, source)
+                    copy_elements(target, builder.build(pair.spec))
                 else:
-                    target.copy_(source)
+                    target.copy_(builder.build(pair.spec))
         torch.autograd.graph.increment_version([target for target in moved if not target.is_inference()])
 
 
@@ -87,7 +92,7 @@ def plan_load(
             elif problem := _problem(spec, target):
                 problems.append(f"{name!r} {problem}{where}")
             else:
-                pairs.append(_pair(spec, target))
+                pairs.append(_pair(spec, target, manifest.groups[spec.group].offset_bytes))
             filled.add(name)
         if strict:
             problems += [f"the version has no {name!r}{where}" for name in targets if name not in filled]
@@ -116,7 +121,10 @@ def _problem(spec: TensorSpec, target: torch.Tensor) -> str:
         return f"cannot be written to ({target.layout}, {target.device})"
     if 0 in spec.size:
         return ""
-    stored, span, injective = extent(target.shape, target.stride())
+    stored = span = target.numel()
+    injective = True
+    if not target.is_contiguous():
+        stored, span, injective = extent(target.shape, target.stride())
     if not injective or stored != target.numel():
         return "overlaps itself, so it cannot be written to"
     if (target.storage_offset() + span) * target.itemsize > target.untyped_storage().nbytes():
@@ -124,12 +132,16 @@ def _problem(spec: TensorSpec, target: torch.Tensor) -> str:
     return ""
 
 
-def _pair(spec: TensorSpec, target: torch.Tensor) -> _Pair:
-    stride = target.stride()
-    alike = stride == spec.stride or (target.is_contiguous() and _is_contiguous(spec))
-    stored, span, _ = extent(spec.size, stride)
-    moves = target.is_cpu and alike and stored == span and 0 not in spec.size and not target.is_neg()
-    return _Pair(spec, target.as_subclass(torch.Tensor).detach(), moves)
+def _pair(spec: TensorSpec, target: torch.Tensor, group_offset: int) -> _Pair:
+    if target.is_contiguous():
+        alike = _is_contiguous(spec)
+    else:
+        stored, span, _ = extent(spec.size, spec.stride)
+        alike = stored == span and target.stride() == spec.stride
+    moves = alike and target.is_cpu and not target.is_neg() and 0 not in spec.size
+    offset_bytes = group_offset + spec.offset * target.itemsize if moves else -1
+    plain = target if type(target) is torch.Tensor else target.as_subclass(torch.Tensor)
+    return _Pair(spec, plain.detach(), offset_bytes, target.numel() * target.itemsize)
 
 
 def _is_contiguous(spec: TensorSpec) -> bool:

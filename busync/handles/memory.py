@@ -39,30 +39,42 @@ class Segment:
     nbytes: int
 
 
-def create_segment(nbytes: int, name: str) -> Segment:
-    """Reserve and map ``nbytes`` bytes (whole pages) of zeroed shared memory. Blocks for about 0.3 s per GiB.
+def open_segment(name: str) -> OwnedFd:
+    """A file in memory, without a byte yet. ``name`` shows in /proc/PID/maps.
 
-    The mapping is kept from forked children. ``name`` shows in /proc/PID/maps.
+    Raises:
+        FdError: the process has no descriptor left.
+        AllocationError: the kernel refuses for another reason.
+    """
+    try:
+        return OwnedFd(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except OSError as error:
+        raise _mapped(error, 0) from error
+
+
+def create_segment(fd: OwnedFd, nbytes: int) -> Segment:
+    """Reserve and map ``nbytes`` bytes (whole pages) of zeroed memory in a fresh file. Blocks for about 0.3 s per GiB.
+
+    The mapping is kept from forked children. The descriptor is taken over, and closed when this raises.
 
     Raises:
         AllocationError: the machine has not that much memory to spare.
-        FdError: the process has no descriptor left.
     """
-    fd = None
     try:
         available = available_bytes()
         if nbytes > available:
             raise AllocationError(
                 nbytes, f"the machine has {available} bytes available", "publish less, or free memory"
             )
-        fd = OwnedFd(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.posix_fallocate(fd.fileno(), 0, nbytes)
         mapping = _map_shared(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SEALS)  # after the mapping: no other writable one from now on
     except OSError as error:
-        if fd is not None:
-            fd.close()
+        fd.close()
         raise _mapped(error, nbytes) from error
+    except BaseException:
+        fd.close()
+        raise
     return Segment(fd, mapping, nbytes)
 
 

@@ -162,9 +162,8 @@ class Ledger:
     def relieve(self, *, timed_out: bool) -> bool:
         """Abandon one retired entry that need not be waited for (any more); False if there is none."""
         overdue = self.overdue()
-        for entry in self.entries:
-            if not entry.segment or entry.state is not State.RETIRED:
-                continue
+        retired = [e for e in self.entries if e.segment and e.state is State.RETIRED]
+        for entry in sorted(retired, key=lambda e: e.version):  # a loan's entry may be older than its version
             holders = {lease.session for lease in entry.leases.values()}
             if timed_out or (holders and holders <= overdue and not entry.pins):
                 entry.timed_out = True
@@ -193,8 +192,10 @@ class Ledger:
     def _entered(self, entry: Entry) -> None:
         if entry.state is State.RECLAIMED:
             self.entries.remove(entry)
-            if entry.segment:
+            if entry.segment and (entry.version or not entry.fresh):
                 self.free[entry.segment] = entry.nbytes
+            elif entry.segment:  # made for a publish that was cancelled, perhaps before there was any memory
+                self.dropped.append(entry.segment)
         elif entry.state is State.ABANDONED:
             if entry.segment:
                 self.dropped.append(entry.segment)
@@ -205,9 +206,9 @@ class Ledger:
     def commit(self, entry: Entry, version: Version, layout: bytes, label: str) -> bool:
         """Make an entry the newest version and retire the one before; False if it may not be published."""
         before = self.newest()
-        entry.version, entry.layout, entry.label = version, layout, label
         if not self.step(entry, Event.COMMIT):
             return False
+        entry.version, entry.layout, entry.label = version, layout, label
         if before is not None:
             self.step(before, Event.SUPERSEDE)
             self.step(before, Event.SETTLE)

@@ -20,6 +20,7 @@ from busync.protocol.status import describe
 from busync.protocol.topics import Content, Reservation, Session, Topic
 from busync.protocol.waits import Wait, WaitFor
 from busync.wire import (
+    MAX_TEXT,
     WIRE_VERSION,
     Abandon,
     Ack,
@@ -138,8 +139,12 @@ class PublisherProtocol:
         return version
 
     def discard(self, reservation_id: int, now: float, *, referenced: bool = False) -> None:
-        """A reservation is not wanted any more. ``referenced``: the caller still refers to the loan's memory."""
-        reservation = self._reservations.pop(reservation_id, None)
+        """A reservation is not wanted any more; unknown ones are ignored.
+
+        ``referenced``: the caller still refers to the loan's memory, which is then never used again; or a copy still
+        runs, which keeps the segment until ``discard`` is called again after its return.
+        """
+        reservation = self._reservations.get(reservation_id)
         if reservation is None:
             return
         topic, entry = reservation.topic, reservation.entry
@@ -147,7 +152,9 @@ class PublisherProtocol:
             topic.queue.remove(reservation)
         else:
             entry.referenced = referenced
-            topic.ledger.step(entry, Event.DISCARD)
+            if not topic.ledger.step(entry, Event.DISCARD):
+                return
+        del self._reservations[reservation_id]
         self._after_change(topic, now)
 
     def allocation_failed(self, reservation_id: int, now: float) -> None:
@@ -183,7 +190,7 @@ class PublisherProtocol:
             ViolationError: the message is not allowed now; the shell ends the session.
         """
         session = self.sessions.get(session_id)
-        if session is None:
+        if session is None or session.ended:
             return
         if isinstance(message, Hello):
             self._hello(session, message, now)
@@ -220,7 +227,7 @@ class PublisherProtocol:
     def joined(self, session_id: SessionId, now: float) -> None:
         """The session's routing id was seen on the bus: it is attached. Repetition changes nothing."""
         session = self.sessions.get(session_id)
-        if session is None or session.topic is None or session.attached:
+        if session is None or session.ended or session.topic is None or session.attached:
             return
         session.attached, session.deadline_at = True, None
         self.counters["attached"] += 1
@@ -251,7 +258,7 @@ class PublisherProtocol:
         """Tell a session why it cannot be, and end it."""
         session = self.sessions[session_id]
         self.counters["refused"] += 1
-        self._effects.append(fx.SendDoor(session.id, Refuse(code=code, text=text)))
+        self._effects.append(fx.SendDoor(session.id, Refuse(code=code, text=text[:MAX_TEXT])))
         self._end(session, text)
 
     # Waiting
@@ -335,7 +342,7 @@ class PublisherProtocol:
 
     def _try_grant(self, session: Session) -> None:
         topic, want = session.topic, session.want
-        if topic is None or want is None or not session.attached:
+        if topic is None or want is None or not session.attached or session.ended:
             return
         entry = topic.ledger.newest()
         if entry is None or not holds("newer", entry.version, want.have):
@@ -401,14 +408,15 @@ class PublisherProtocol:
                 reservation.entry = entry
                 self._answer(reservation, now, entry)
             elif reservation.when_full == "skip":
-                self.counters["skipped"] += 1
-                self._give_up(topic, now, skipped=True)
+                self._give_up(reservation, now, skipped=True)
             elif not ledger.may_wait():
                 loans = sum(e.state is State.LOANED for e in ledger.entries)
-                self._give_up(topic, now, error=PoolExhausted(topic.name, ledger.max_segments, loans))
+                self._give_up(reservation, now, error=PoolExhausted(topic.name, ledger.max_segments, loans))
             elif not ledger.relieve(timed_out=now >= reservation.deadline_at):
                 reservation.blocked_by = reservation.blocked_by or self._holders(topic)
                 break
+        for reservation in [r for r in topic.queue if r.when_full == "skip"]:  # behind a loan, which waits
+            self._give_up(reservation, now, skipped=True)
         self.counters["abandoned"] = sum(t.ledger.abandoned for t in self.topics.values())
         self._effects += [fx.DropSegment(segment) for segment in ledger.dropped]
         ledger.dropped.clear()
@@ -423,9 +431,12 @@ class PublisherProtocol:
             fx.Reserved(reservation.id, entry.segment, entry.nbytes, entry.fresh, waited, reservation.blocked_by)
         )
 
-    def _give_up(self, topic: Topic, now: float, *, skipped: bool = False, error: PoolExhausted | None = None) -> None:
-        reservation = topic.queue.popleft()
+    def _give_up(
+        self, reservation: Reservation, now: float, *, skipped: bool = False, error: PoolExhausted | None = None
+    ) -> None:
+        reservation.topic.queue.remove(reservation)
         del self._reservations[reservation.id]
+        self.counters["skipped"] += skipped
         waited = now - reservation.asked_at
         self._effects.append(fx.Reserved(reservation.id, SegmentId(0), 0, False, waited, (), error, skipped))
 
@@ -461,7 +472,7 @@ class PublisherProtocol:
 
     def _end(self, session: Session, reason: str) -> None:
         self._effects.append(fx.EndSession(session.id, reason))
-        session.deadline_at = None
+        session.deadline_at, session.ended = None, True
 
     @staticmethod
     def _peer(session: Session) -> str:

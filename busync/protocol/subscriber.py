@@ -63,6 +63,7 @@ class SubscriberProtocol:
         self._groups: list[GroupSpec] = []
         self._tensors: list[TensorSpec] = []
         self._names: set[str] = set()
+        self._granted = NO_VERSION  #: the newest of this session
         self._acked = NO_VERSION
 
     def take_effects(self) -> list[fx.SubscriberEffect]:
@@ -99,7 +100,7 @@ class SubscriberProtocol:
             case Refuse():
                 self._effects.append(fx.Rejected(message.code, message.text))
             case Segment():
-                if holds("same_incarnation", message.incarnation, self.incarnation):
+                if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
                     self.segments[SegmentId(message.segment)] = message.nbytes
                     self._complete()
 
@@ -109,7 +110,7 @@ class SubscriberProtocol:
         Raises:
             ViolationError: the message is not allowed now; the shell ends the session.
         """
-        if not holds("same_incarnation", message.incarnation, self.incarnation):
+        if not self.greeted or not holds("same_incarnation", message.incarnation, self.incarnation):
             return
         match message:
             case Joined():
@@ -139,8 +140,8 @@ class SubscriberProtocol:
             self._say(self._want)
 
     def ack(self, version: Version) -> None:
-        """The application uses ``version``."""
-        if version > self._acked:
+        """The application uses ``version``. Nothing is said about one that an earlier session granted."""
+        if self._acked < version <= self._granted:
             self._acked = version
             self._say(Ack(version=version))
 
@@ -177,10 +178,10 @@ class SubscriberProtocol:
     def _complete(self) -> None:
         """Hand the announced version over if everything that it needs is here."""
         announce, manifest = self._announce, self._manifest
-        if announce is None or self._part is not None:
+        if announce is None:
             return
         segment = SegmentId(announce.segment)
-        if manifest is None or manifest.digest != announce.layout:
+        if self._part is not None or manifest is None or manifest.digest != announce.layout:
             raise ViolationError(PEER, f"version {announce.version} has a layout that was never sent")
         if manifest.nbytes and segment not in self.segments:
             return
@@ -188,7 +189,8 @@ class SubscriberProtocol:
         if manifest.nbytes > nbytes:
             raise ViolationError(PEER, f"a layout of {manifest.nbytes} bytes in a segment of {nbytes}")
         self._want = self._announce = None
-        self.adopted = max(self.adopted, Version(announce.version))
+        self._granted = Version(announce.version)
+        self.adopted = max(self.adopted, self._granted)
         self._effects.append(
             fx.Granted(
                 LeaseId(announce.lease),

@@ -32,6 +32,7 @@ class Session:
     acked: Version = NO_VERSION
     skipped: int = 0
     reason: str = ""  #: of its last Nack
+    ended: bool = False  #: the shell was told to close it; nothing that still arrives counts
 
 
 @dataclass(slots=True, eq=False)

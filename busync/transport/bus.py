@@ -18,8 +18,10 @@ import zmq
 
 from busync import forks
 from busync.errors import BusyncError, ClosedError, EndpointError, FdError, ForkedError
+from busync.fds import fd_budget
 
 _MAX_JOIN_BYTES = 256  #: upstream carries nothing but Join
+_SPARE_FDS = 16  #: more than a context, a socket and its monitor need
 _SEND_QUEUE = 4096  #: messages for one subscriber that does not read
 _MAX_SOCKETS = 65_535  #: of one process; far above what its descriptors allow
 _NOW = int(zmq.NOBLOCK)
@@ -55,6 +57,8 @@ class _Shared(forks.ForkAware):
         forks.register(self)
 
     def open(self, kind: int) -> _Socket:
+        if fd_budget() < _SPARE_FDS:  # libzmq aborts the process when it runs out of them
+            raise _no_descriptor()
         with forks.fork_lock:
             if self._context is None:
                 self._context = zmq.Context()
@@ -89,10 +93,14 @@ class _Shared(forks.ForkAware):
 _shared = _Shared()
 
 
+def _no_descriptor() -> FdError:
+    return FdError("no descriptor is left for the bus", "raise the limit on open files (ulimit -n)")
+
+
 def _translate(path: str, error: zmq.ZMQError) -> BusyncError:
     """The one place where errors of ZeroMQ become ours."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return FdError("no descriptor is left for the bus", "raise the limit on open files (ulimit -n)")
+        return _no_descriptor()
     return EndpointError(path, f"the bus failed: {zmq.strerror(error.errno or 0)}")
 
 

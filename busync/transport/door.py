@@ -88,7 +88,7 @@ class DoorConnection(forks.ForkAware):
         that has ended swallows packets (``receive`` reports the end), and so does one in a forked child.
 
         Returns:
-            True if nothing waits now, False if something does: then call ``flush`` when there is room.
+            True if nothing waits now, False if something does: then call ``flush`` a little later.
 
         Raises:
             FdError: ``fd`` must wait and cannot be duplicated. The packet is not sent.

@@ -105,6 +105,7 @@ class Endpoint:
             with forks.fork_lock:
                 lock = _take_lock(self.text, self.lock_path)
                 try:
+                    os.chmod(self.directory, mode)  # not before it is ours: another publisher may live there
                     for name in _SOCKETS:
                         _sweep(self, name)
                 except BaseException:
@@ -150,7 +151,7 @@ class Claim(forks.ForkAware):
         """
         try:
             for name in _SOCKETS:
-                os.chmod(os.path.join(self.endpoint.directory, name), self._socket_mode, follow_symlinks=False)
+                os.chmod(os.path.join(self.endpoint.directory, name), self._socket_mode)
         except OSError as error:
             raise EndpointError(self.endpoint.text, _describe(error)) from error
 
@@ -198,7 +199,7 @@ def _check_directory(text: str, path: str, owners: tuple[int, ...] | None) -> os
 
 
 def _make_directory(path: str, mode: int) -> None:
-    """Make ``path`` and what is missing above it. Never looser than ``mode``, whatever the umask."""
+    """Make ``path`` and what is missing above it, unless it exists. Never looser than ``mode``, whatever the umask."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -217,12 +218,12 @@ def _prepare_runtime(text: str, path: str, mode: int) -> None:
 
 
 def _prepare_directory(text: str, path: str, mode: int) -> None:
-    _make_directory(path, mode)
+    _make_directory(os.path.dirname(path), mode)
+    _make_directory(path, 0o700)
     _check_directory(text, path, (os.geteuid(),))
     entries = set(os.listdir(path))
     if _LOCK not in entries and not entries.issubset(_SOCKETS):  # do not shut somebody's home directory
         raise EndpointError(text, f"{path} holds other files", "use a directory of its own")
-    os.chmod(path, mode)
 
 
 def _take_lock(text: str, path: str) -> OwnedFd:

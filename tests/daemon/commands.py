@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,9 @@ PATIENCE = 30.0
 T = TypeVar("T")
 
 
-def _main(module: str, argv: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
+def _main(
+    module: str, argv: list[str], environment: dict[str, str], out: Path, err: Path, prepare: Callable[[], None] | None
+) -> None:
     """In the child: be the command."""
     for path, fd in ((out, 1), (err, 2)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -27,26 +30,36 @@ def _main(module: str, argv: list[str], environment: dict[str, str], out: Path, 
         os.close(opened)
     os.environ.update(environment)
     sys.argv = argv
-    from importlib import import_module
-
+    if prepare is not None:
+        prepare()
     import_module(module).main()
 
 
 class Command:
-    """One running command. What it prints is in ``stdout`` and ``stderr``; its events are read with ``event``."""
+    """One running command. What it prints is in ``stdout`` and ``stderr``; its events are read with ``event``.
 
-    def __init__(self, directory: Path, command: str, *arguments: object, **environment: str) -> None:
+    ``prepare`` is a module's function that is called in the new process first.
+    """
+
+    def __init__(
+        self,
+        context: ForkServerContext,
+        directory: Path,
+        command: str,
+        *arguments: object,
+        prepare: Callable[[], None] | None = None,
+        **environment: str,
+    ) -> None:
         self.command = command
         number = len(list(directory.glob("*.out")))
         self._out, self._err = directory / f"{number}.out", directory / f"{number}.err"
         self._taken = 0
-        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["torch", "zmq", "uvloop", "safetensors", "busync.daemon.pub", "busync.daemon.sub"]
         )
         module = f"busync.daemon.{command.removeprefix('busync-')}"
         argv = [command, *map(str, arguments)]
-        self._process = context.Process(target=_main, args=(module, argv, environment, self._out, self._err))
+        self._process = context.Process(target=_main, args=(module, argv, environment, self._out, self._err, prepare))
         self._out.touch()
         self._err.touch()
         self._process.start()
@@ -115,22 +128,32 @@ class Command:
 class Commands:
     """Starts commands that share a runtime directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, context: ForkServerContext, directory: Path) -> None:
+        self._context = context
         self._directory = directory
-        self._runtime = directory / "run"
-        self._runtime.mkdir(mode=0o700)
+        self.runtime = directory / "run"
+        self.runtime.mkdir(mode=0o700)
         self._running: list[Command] = []
 
-    def __call__(self, command: str, *arguments: object, **environment: str) -> Command:
-        environment.setdefault("BUSYNC_RUNTIME_DIR", str(self._runtime))
-        self._running.append(Command(self._directory, command, *arguments, **environment))
+    def __call__(
+        self, command: str, *arguments: object, prepare: Callable[[], None] | None = None, **environment: str
+    ) -> Command:
+        """Start a command."""
+        environment.setdefault("BUSYNC_RUNTIME_DIR", str(self.runtime))
+        self._running.append(
+            Command(self._context, self._directory, command, *arguments, prepare=prepare, **environment)
+        )
         return self._running[-1]
 
-    def pub(self, *arguments: object, **environment: str) -> Command:
-        return self("busync-pub", "policy", *arguments, "--json", **environment)
+    def pub(self, source: object, *arguments: object, prepare: Callable[[], None] | None = None) -> Command:
+        """A publisher that serves."""
+        command = self("busync-pub", "policy", source, *arguments, "--json", prepare=prepare)
+        command.event("serving")
+        return command
 
-    def sub(self, *arguments: object, **environment: str) -> Command:
-        return self("busync-sub", "policy", *arguments, "--json", **environment)
+    def sub(self, *arguments: object, prepare: Callable[[], None] | None = None) -> Command:
+        """A subscriber."""
+        return self("busync-sub", "policy", *arguments, "--json", prepare=prepare)
 
     def close(self) -> None:
         for command in self._running:
@@ -138,9 +161,9 @@ class Commands:
 
 
 @contextmanager
-def commands_in(directory: Path) -> Iterator[Commands]:
+def commands_in(context: ForkServerContext, directory: Path) -> Iterator[Commands]:
     """Commands whose output is kept in ``directory``; all of them are ended afterwards."""
-    commands = Commands(directory)
+    commands = Commands(context, directory)
     try:
         yield commands
     finally:

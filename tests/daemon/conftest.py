@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.daemon.commands import Commands, commands_in
 
 
 @pytest.fixture
-def commands() -> Iterator[Commands]:
+def commands(context: ForkServerContext) -> Iterator[Commands]:
     """Starts commands. Their runtime directory has a short path, as sockets need."""
-    with tempfile.TemporaryDirectory(prefix="busync-") as directory, commands_in(Path(directory)) as started:
+    with tempfile.TemporaryDirectory(prefix="busync-") as directory, commands_in(context, Path(directory)) as started:
         yield started

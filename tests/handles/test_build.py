@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 from busync.errors import ClosedError, HandleError
-from busync.handles import LoanBuffer, TensorBuilder, create_segment, flatten, like_plan, map_private, plan
+from busync.handles import (
+    LoanBuffer,
+    TensorBuilder,
+    create_segment,
+    flatten,
+    like_plan,
+    map_private,
+    open_segment,
+    plan,
+)
 from busync.handles.tensors import TORCH_DTYPES
 from busync.manifest import GroupSpec, Manifest, TensorSpec
 
@@ -22,7 +31,7 @@ def published() -> tuple[TensorBuilder, weakref.ref[mmap.mmap], dict[str, Tensor
     """A builder over a private mapping with a, b (tied) and c; nothing else refers to the mapping."""
     weight = torch.arange(6.0).view(2, 3)
     planned = plan(flatten({"a": weight, "b": weight, "c": torch.ones(4), "empty": torch.empty(0)}))
-    segment = create_segment(PAGE, "busync-test")
+    segment = create_segment(open_segment("busync-test"), PAGE)
     for job in planned.jobs(segment.mapping, 1):
         job()
     mapping = map_private(segment.fd, PAGE)
@@ -125,14 +134,14 @@ def test_a_default_device_does_not_matter() -> None:
 
 
 def loan() -> LoanBuffer:
-    segment = create_segment(PAGE, "busync-test")
+    segment = create_segment(open_segment("busync-test"), PAGE)
     segment.fd.close()
     module = nn.Linear(3, 2)
     return LoanBuffer(segment.mapping, like_plan(module))
 
 
 def test_a_loan_is_written_in_place() -> None:
-    segment = create_segment(PAGE, "busync-test")
+    segment = create_segment(open_segment("busync-test"), PAGE)
     segment.fd.close()
     manifest = like_plan({"w": ("float32", (2,))})
     buffer = LoanBuffer(segment.mapping, manifest)

@@ -257,12 +257,14 @@ def test_a_plan_keeps_its_sources_and_only_until_it_is_dropped() -> None:
     planned = plan(flatten({"w": tensor}))
     jobs = planned.jobs(memoryview(bytearray(12)), 1)
     alive = weakref.ref(tensor)
-    del tensor, planned
-    gc.collect()
-    assert alive() is not None
-    del jobs
-    gc.collect()
-    assert alive() is None
+    gc.disable()
+    try:
+        del tensor, planned
+        assert alive() is not None
+        del jobs
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_planning_changes_nothing() -> None:
@@ -427,6 +429,11 @@ def test_a_loan_can_be_written_to() -> None:
     assert the(manifest, "meta").stride == (1, 4)
     assert the(manifest, "gap on meta").stride == (3, 1)
     assert the(manifest, "window").stride == (3, 1)
+
+
+def test_a_loan_can_mix_tensors_and_shapes() -> None:
+    manifest = like_plan({"a": torch.zeros(2), "b": ("float32", (2, 3)), "c": [torch.zeros(1)], "step": 3})
+    assert [(spec.name, spec.size) for spec in manifest.tensors] == [("a", (2,)), ("b", (2, 3)), ("c.0", (1,))]
 
 
 def test_a_loan_can_be_described_by_shapes() -> None:

@@ -15,7 +15,15 @@ import pytest
 
 from busync.errors import AllocationError, AttachError, FdError
 from busync.fds import OwnedFd, open_fds
-from busync.handles import Segment, available_bytes, check_segment, create_segment, map_private, map_readonly
+from busync.handles import (
+    Segment,
+    available_bytes,
+    check_segment,
+    create_segment,
+    map_private,
+    map_readonly,
+    open_segment,
+)
 from busync.handles.memory import SEALS
 from tests.forking import check_in_child
 
@@ -25,7 +33,7 @@ _PUNCH_HOLE = 1 | 2  # with KEEP_SIZE
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    made = create_segment(2 * PAGE, "busync-test")
+    made = create_segment(open_segment("busync-test"), 2 * PAGE)
     yield made
     made.fd.close()
 
@@ -76,7 +84,7 @@ def test_nobody_else_can_change_a_segment(segment: Segment) -> None:
 
 def test_mappings_keep_no_descriptor() -> None:
     before = open_fds()
-    segment = create_segment(PAGE, "busync-test")
+    segment = create_segment(open_segment("busync-test"), PAGE)
     private, readonly = map_private(segment.fd, PAGE), map_readonly(segment.fd, PAGE)
     segment.fd.close()
     assert open_fds() == before
@@ -87,7 +95,7 @@ def test_mappings_keep_no_descriptor() -> None:
 def test_more_than_the_machine_has_is_refused_with_both_figures() -> None:
     wanted = 1 << 45
     with pytest.raises(AllocationError, match=rf"{wanted} bytes.*has \d+ bytes available") as caught:
-        create_segment(wanted, "busync-test")
+        create_segment(open_segment("busync-test"), wanted)
     assert caught.value.wanted_bytes == wanted
     assert 0 < available_bytes() < wanted
 
@@ -100,18 +108,19 @@ def test_what_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, code: int, k
     before = open_fds()
     monkeypatch.setattr(os, "posix_fallocate", fail)
     with pytest.raises(kind) as caught:
-        create_segment(PAGE, "busync-test")
+        create_segment(open_segment("busync-test"), PAGE)
     assert isinstance(caught.value.__cause__, OSError)
     assert open_fds() == before
 
 
 def test_the_descriptor_limit_is_a_clear_error() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = open_fds()
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         with pytest.raises(FdError, match="descriptor"):
-            create_segment(PAGE, "busync-test")
+            create_segment(open_segment("busync-test"), PAGE)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -184,7 +193,7 @@ def test_a_child_inherits_only_private_mappings(segment: Segment) -> None:
 
 
 def test_a_child_unmaps_nothing_that_is_not_its_own() -> None:
-    kept = [create_segment(PAGE, "busync-test")]
+    kept = [create_segment(open_segment("busync-test"), PAGE)]
     kept[0].fd.close()
 
     def check() -> None:

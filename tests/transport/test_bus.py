@@ -5,6 +5,7 @@ import gc
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -218,11 +219,28 @@ def test_errors_of_zeromq_become_ours(place: Path) -> None:
 
 
 def test_no_descriptor_left(path: str) -> None:
-    router = RouterBus(path)  # with none at all, libzmq aborts the process when it makes its context
+    with no_descriptor_left():  # libzmq would abort the process
+        with pytest.raises(FdError, match="ulimit"):
+            RouterBus(path)
+        with pytest.raises(FdError, match="ulimit"):
+            DealerBus(path, TOKEN, MAX)
+    assert bus._shared._context is None
+
+
+def test_running_out_of_descriptors_in_the_middle(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = RouterBus(path)
+    monkeypatch.setattr(bus, "_SPARE_FDS", 0)
     with no_descriptor_left(), pytest.raises(FdError, match="ulimit"):
         DealerBus(path, TOKEN, MAX)
     router.close()
     assert bus._shared._context is None
+
+
+def test_enough_spare_descriptors_are_asked_for(path: str) -> None:
+    before = open_fds()
+    dealer = DealerBus(path, TOKEN, MAX)
+    assert open_fds() - before < bus._SPARE_FDS
+    dealer.close()
 
 
 def test_the_context_lives_from_the_first_socket_to_the_last(path: str) -> None:
@@ -310,6 +328,22 @@ def test_children_leave_the_parents_bus_alone(router: RouterBus, dealer: DealerB
         assert wait_for(dealer.receive) == b"%d" % number
     assert os.path.exists(path)
     assert not dealer.lost()
+
+
+def test_a_child_never_collects_what_is_not_its_own(path: str) -> None:
+    ends: list[RouterBus | DealerBus] = [RouterBus(path), DealerBus(path, TOKEN, MAX)]
+    gc.collect()
+
+    def check() -> None:
+        complaints: list[object] = []
+        sys.unraisablehook = complaints.append
+        ends.clear()
+        gc.collect()
+        assert not complaints
+
+    check_in_child(check)
+    for end in ends:
+        end.close()
 
 
 def test_a_child_that_ends_the_ordinary_way(router: RouterBus, dealer: DealerBus) -> None:

@@ -145,6 +145,16 @@ def test_claim_under_any_umask(runtime: Path, umask: int) -> None:
     claim.release()
 
 
+def test_directories_on_the_way_under_any_umask(place: Path) -> None:
+    before = os.umask(0o777)
+    try:
+        claim = Endpoint.resolve(place / "a" / "b" / "c").claim()
+    finally:
+        os.umask(before)
+    assert [mode(place / path) for path in ("a", "a/b", "a/b/c")] == [0o700] * 3
+    claim.release()
+
+
 def test_nothing_is_ever_looser(runtime: Path) -> None:
     seen: set[int] = set()
     done = threading.Event()
@@ -207,6 +217,16 @@ def test_a_second_claim_is_refused(place: Path) -> None:
     Endpoint.resolve(place / "e").claim().release()
 
 
+@pytest.mark.parametrize(("mine", "theirs"), [((12345,), ()), ((), (12345,))])
+def test_a_refused_claim_changes_no_mode(runtime: Path, mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+    claim = Endpoint.resolve("policy").claim(mine)
+    before = mode(claim.endpoint.directory)
+    with pytest.raises(EndpointInUse):
+        Endpoint.resolve("policy").claim(theirs)
+    assert mode(claim.endpoint.directory) == before
+    claim.release()
+
+
 def test_the_holder_may_be_slow_to_write_its_pid(place: Path) -> None:
     claim = Endpoint.resolve(place / "e").claim()
     os.truncate(claim.endpoint.lock_path, 0)
@@ -259,6 +279,18 @@ def test_release_is_tolerant(place: Path) -> None:
     claim.release()
 
 
+def test_a_second_release_does_not_touch_the_next_publisher(place: Path) -> None:
+    old = Endpoint.resolve(place / "e").claim()
+    old.release()
+    new = Endpoint.resolve(place / "e").claim()
+    with bind(new.endpoint.door_path):
+        old.release()
+        assert os.path.exists(new.endpoint.door_path)
+        with pytest.raises(EndpointInUse):
+            Endpoint.resolve(place / "e").claim()
+    new.release()
+
+
 def test_release_leaves_what_is_not_its_own(place: Path) -> None:
     claim = Endpoint.resolve(place / "e").claim()
     (place / "e" / "bus").write_text("precious")
@@ -283,6 +315,17 @@ def test_a_child_releases_nothing(place: Path) -> None:
     with pytest.raises(EndpointInUse):
         Endpoint.resolve(place / "e").claim()
     sock.close()
+    claim.release()
+
+
+def test_a_child_without_hooks_releases_nothing(place: Path) -> None:
+    claim = Endpoint.resolve(place / "e").claim()
+    forks.unregister(claim)
+    with bind(claim.endpoint.door_path):
+        check_in_child(claim.release)
+        assert os.path.exists(claim.endpoint.door_path)
+        with pytest.raises(EndpointInUse):
+            Endpoint.resolve(place / "e").claim()
     claim.release()
 
 
