@@ -77,7 +77,7 @@ class Call(Generic[T]):
 
 
 async def settle(future: asyncio.Future[Any]) -> bool:
-    """Wait for the end of something that must not be left half done; says whether the caller was cancelled meanwhile."""
+    """Wait for the end of what must not be left half done; says whether the caller was cancelled meanwhile."""
     cancelled = False
     while not future.done():
         try:

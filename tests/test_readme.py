@@ -26,7 +26,11 @@ def test_the_example_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "BUSYNC_RUNTIME_DIR": str(tmp_path / "run"), "PYTHONWARNINGS": "error"}
     running = [
         subprocess.Popen(
-            [sys.executable, tmp_path / name], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, tmp_path / name],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for name in ("actor.py", "learner.py")
     ]

@@ -172,7 +172,8 @@ class PeerNet:
         assert link is not None
         require(reader.core.attached, f"{reader.name} does not get in")
         session = link.publisher.core.sessions[link.session]
-        require(set(session.leases) == set(reader.core.leases), f"{reader.name} and its publisher disagree about leases")
+        same = set(session.leases) == set(reader.core.leases)
+        require(same, f"{reader.name} and its publisher disagree about leases")
         if reader.have is not None and len(session.leases) < self.options.max_held:
             newest = self.publisher.core.topics[reader.topic].version
             require(newest <= reader.have, f"{reader.name} waits for {newest} in vain")
@@ -200,6 +201,6 @@ class PeerNet:
                 reader.release(lease)
         self.drain()
         self.check()
-        for name, topic in self.publisher.core.topics.items():
-            left = [e for e in topic.ledger.entries if e is not topic.ledger.newest()]
-            require(not left, f"{name} keeps what nobody holds: {left}")
+        for stream in self.publisher.core.topics.values():
+            left = [e for e in stream.ledger.entries if e is not stream.ledger.newest()]
+            require(not left, f"{stream.name} keeps what nobody holds: {left}")

@@ -12,7 +12,7 @@ from busync.protocol import effects as fx
 from busync.protocol.ledger import Entry, State
 from busync.protocol.publisher import PublisherProtocol
 from busync.protocol.waits import WaitFor
-from busync.wire import DoorUp, Segment, decode_bus_up, decode_door_up, encode
+from busync.wire import DoorUp, Segment, Value, decode_bus_up, decode_door_up, encode
 from tests.protocol.world import (
     END,
     Job,
@@ -58,8 +58,7 @@ class PublisherProcess:
         manifest = layout_for(nbytes, tensors)
         state = State.LOANED if loan else State.WRITING
         number = self.core.reserve(topic, nbytes, state, self.net.now)
-        job = self.jobs[number] = Job(number, topic, state, nbytes, manifest.digest, self.net.now)
-        self.layouts.setdefault(manifest.digest, manifest)
+        job = self.jobs[number] = Job(number, topic, state, nbytes, manifest)
         self.pump()
         return job
 
@@ -79,9 +78,10 @@ class PublisherProcess:
     def commit(self, job: Job, *, referenced: bool = False) -> Version | None:
         """Publish what was written; ``referenced`` tries it with a loan whose tensors are still in use."""
         require(job.phase == "written", "committed before it was written")
-        self.layouts[job.layout] = layout_for(job.nbytes, len(self.layouts[job.layout].tensors))
-        values = {"payload": job.id}
-        version = self.core.commit(job.id, job.layout, "", values, self.net.now, referenced=referenced)
+        layout = job.manifest.digest
+        self.layouts[layout] = job.manifest
+        values: dict[str, Value] = {"payload": job.id}
+        version = self.core.commit(job.id, layout, "", values, self.net.now, referenced=referenced)
         if version is not None:
             del self.jobs[job.id]
             self.contents[job.topic, version] = self.payload(job)
@@ -100,14 +100,12 @@ class PublisherProcess:
 
     def discard(self, job: Job, *, referenced: bool = False) -> None:
         """Cancel. ``referenced``: the caller keeps a tensor of the loan, or a copy worker still runs."""
-        if job.phase == "reserved" and job.fresh:  # there is no segment that could come back
-            self.allocation_failed(job)
-            return
-        if referenced and job.state is State.WRITING and job.segment and job.phase == "written":
+        referenced = referenced and job.phase == "written" and job.segment != 0
+        if referenced and job.state is State.WRITING:
             job.phase = "straggling"
         else:
             del self.jobs[job.id]
-            if referenced and job.state is State.LOANED and job.segment and job.phase == "written":
+            if referenced:
                 self.borrowed.append(self.pool[job.segment])
         self.core.discard(job.id, self.net.now, referenced=referenced)
         self.pump()
@@ -197,10 +195,11 @@ class PublisherProcess:
                 require(effect.version == 0 or effect.version == self.board[effect.slot] + 1, "the board jumps")
                 self.board[effect.slot] = effect.version
             case fx.DropSegment():
-                require(effect.segment in self.pool, f"segment {effect.segment} is dropped, but not there")
-                self.pool.pop(effect.segment).dropped = True
+                memory = self.pool.pop(effect.segment, None)  # None: cancelled before it was made
+                if memory is not None:
+                    memory.dropped = True
             case fx.DropLayout():
-                del self.layouts[effect.layout]
+                self.layouts.pop(effect.layout, None)
             case fx.ComputeDigest():
                 payload = self.contents[effect.topic, effect.version]
                 memory = self.pool[effect.segment] if effect.segment else None

@@ -8,7 +8,7 @@ from busync.errors import ViolationError
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
-from busync.wire import Join, Release, Segment, decode_bus_down, decode_door_down, encode
+from busync.wire import Abandon, Join, Release, Segment, decode_bus_down, decode_door_down, encode
 from tests.protocol.world import DOWN, END, Fault, Link, Mapping, Memory, Packet, QueueName, digest_of, require
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ class SubscriberProcess:
     def fork(self, *, disarm: bool) -> None:
         """Say Abandon for what is mapped in place, then fork: the child reads on."""
         leases = tuple(lease for lease, m in self.mappings.items() if m.in_place)
-        self.core.abandon(leases)
-        self.pump()
+        if leases and self.link is not None:
+            self.link.push("door_up", encode(Abandon(leases=leases)))
         inherited = [self.mappings[lease] for lease in leases] + [m for m in self.orphans if m.in_place]
         for mapping in inherited:
             mapping.disarmed = mapping.disarmed or disarm

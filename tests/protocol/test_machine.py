@@ -15,13 +15,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from busync.ids import LeaseId, Version
 from busync.options import PublisherOptions
+from busync.protocol.ledger import State
+from busync.wire import Release, encode
 from tests.protocol.harness import PeerNet
 from tests.protocol.subscriber_process import SubscriberProcess
 from tests.protocol.world import Job
 
 T = TypeVar("T")
 PICK = st.integers(0, 15)
-SIZES = st.sampled_from([64, 64, 128, 256, 0])
+SIZES = st.sampled_from([128, 128, 128, 128, 128, 64, 512, 0])
+SOMETIMES = st.sampled_from([False, False, True])
+RARELY = st.sampled_from([*[False] * 7, True])
 LEASE_TIMEOUT = 5.0
 
 
@@ -48,10 +52,15 @@ class BusMachine(RuleBasedStateMachine):
         for reader in self.net.readers:
             reader.connect()
         self.net.drain()
-        self.versions_before: dict[tuple[int, str], Version] = {}
 
     def jobs(self, *phases: str) -> list[Job]:
         return [job for job in self.net.publisher.jobs.values() if job.phase in phases]
+
+    def loans(self) -> list[Job]:
+        return [job for job in self.jobs("written") if job.state is State.LOANED]
+
+    def fresh(self) -> list[Job]:
+        return [job for job in self.jobs("reserved") if job.fresh]
 
     def topic(self, i: int) -> str:
         return f"topic-{i % 2}"
@@ -61,56 +70,69 @@ class BusMachine(RuleBasedStateMachine):
 
     # The publisher's caller
 
-    @rule(i=PICK, nbytes=SIZES, tensors=st.integers(1, 2))
-    def publish(self, i: int, nbytes: int, tensors: int) -> None:
-        job = self.net.publisher.reserve(self.topic(i), nbytes, tensors=tensors)
+    @rule(i=PICK, nbytes=SIZES, tensors=st.integers(1, 2), loan=RARELY)
+    def publish(self, i: int, nbytes: int, tensors: int, loan: bool) -> None:
+        tensors = 1 if nbytes == 64 else tensors
+        job = self.net.publisher.reserve(self.topic(i), nbytes, loan=loan, tensors=tensors)
         if job.phase == "reserved":
             self.net.publisher.write(job)
             self.net.check_memory()
             self.net.publisher.commit(job)
 
+    @rule(i=PICK, nbytes=SIZES, readers=st.sets(PICK, min_size=1, max_size=4))
+    def publish_to_readers(self, i: int, nbytes: int, readers: set[int]) -> None:
+        self.publish(i, nbytes, 1, False)
+        for reader in sorted(readers):
+            self.adopt(reader)
+
+    @rule(i=PICK, nbytes=SIZES, readers=st.sets(PICK, min_size=1, max_size=4))
+    def publish_to_readers_who_let_go(self, i: int, nbytes: int, readers: set[int]) -> None:
+        self.publish(i, nbytes, 1, False)
+        for reader in sorted(readers):
+            self.turn_over(reader)
+
     @rule(i=PICK, nbytes=SIZES, loan=st.booleans())
     def begin_publish(self, i: int, nbytes: int, loan: bool) -> None:
         self.net.publisher.reserve(self.topic(i), nbytes, loan=loan)
 
-    @precondition(lambda self: self.jobs("reserved"))
+    @precondition(lambda self: bool(self.jobs("reserved")))
     @rule(i=PICK)
     def write(self, i: int) -> None:
         self.net.publisher.write(pick(self.jobs("reserved"), i))
 
-    @precondition(lambda self: self.jobs("written"))
+    @precondition(lambda self: bool(self.jobs("written")))
     @rule(i=PICK)
     def commit(self, i: int) -> None:
         job = pick(self.jobs("written"), i)
         assert self.net.publisher.commit(job) is not None
 
-    @precondition(lambda self: [j for j in self.jobs("written") if j.state == "LOANED"])
+    @precondition(lambda self: bool(self.loans()))
     @rule(i=PICK)
     def commit_while_referenced(self, i: int) -> None:
-        job = pick([j for j in self.jobs("written") if j.state == "LOANED"], i)
+        job = pick(self.loans(), i)
         assert self.net.publisher.commit(job, referenced=True) is None
 
-    @precondition(lambda self: self.jobs("waiting", "reserved", "written"))
+    @precondition(lambda self: bool(self.jobs("waiting", "reserved", "written")))
     @rule(i=PICK, referenced=st.booleans())
     def cancel(self, i: int, referenced: bool) -> None:
         self.net.publisher.discard(pick(self.jobs("waiting", "reserved", "written"), i), referenced=referenced)
 
-    @precondition(lambda self: self.jobs("straggling"))
+    @precondition(lambda self: bool(self.jobs("straggling")))
     @rule(i=PICK)
     def straggling_copy_returns(self, i: int) -> None:
         self.net.publisher.straggle(pick(self.jobs("straggling"), i))
 
-    @precondition(lambda self: [j for j in self.jobs("reserved") if j.fresh])
+    @precondition(lambda self: bool(self.fresh()))
     @rule(i=PICK)
     def allocation_fails(self, i: int) -> None:
-        self.net.publisher.allocation_failed(pick([j for j in self.jobs("reserved") if j.fresh], i))
+        self.net.publisher.allocation_failed(pick(self.fresh(), i))
 
-    @precondition(lambda self: self.net.publisher.borrowed)
+    @precondition(lambda self: bool(self.net.publisher.borrowed))
     @rule()
     def scribble(self) -> None:
         self.net.publisher.scribble()
 
-    @precondition(lambda self: self.net.publisher.digests)
+    @precondition(lambda self: bool(self.net.publisher.digests))
     @rule(i=PICK)
     def digest_computed(self, i: int) -> None:
         self.net.publisher.finish_digest(*pick(list(self.net.publisher.digests), i))
@@ -128,16 +150,32 @@ class BusMachine(RuleBasedStateMachine):
         pick(self.net.readers, i).demand(Version(0) if again else None)
 
     @rule(i=PICK)
+    def adopt(self, i: int) -> None:
+        reader = pick(self.net.readers, i)
+        if reader.link is None:
+            reader.connect()
+        reader.demand()
+        self.net.drain()
+
+    @rule(i=PICK)
+    def turn_over(self, i: int) -> None:
+        self.adopt(i)
+        reader = pick(self.net.readers, i)
+        for lease in list(reader.mappings)[:-1]:
+            reader.release(lease)
+        self.net.drain()
+
+    @rule(i=PICK)
     def withdraw(self, i: int) -> None:
         pick(self.net.readers, i).withdraw()
 
-    @precondition(lambda self: self.holders())
+    @precondition(lambda self: bool(self.holders()))
     @rule(i=PICK)
     def ack(self, i: int) -> None:
         reader, lease = pick(self.holders(), i)
         reader.ack(reader.mappings[lease].version)
 
-    @precondition(lambda self: self.holders())
+    @precondition(lambda self: bool(self.holders()))
     @rule(i=PICK)
     def nack(self, i: int) -> None:
         reader, lease = pick(self.holders(), i)
@@ -145,7 +183,7 @@ class BusMachine(RuleBasedStateMachine):
         reader.pump()
         reader.release(lease)
 
-    @precondition(lambda self: self.holders())
+    @precondition(lambda self: bool(self.holders()))
     @rule(i=PICK)
     def release(self, i: int) -> None:
         reader, lease = pick(self.holders(), i)
@@ -155,7 +193,6 @@ class BusMachine(RuleBasedStateMachine):
     @rule(i=PICK)
     def unmap_what_is_left_of_an_old_session(self, i: int) -> None:
         orphans = pick([r.orphans for r in self.net.readers if r.orphans], i)
-        pick(orphans, i).check()
         orphans.pop(i % len(orphans))
 
     @precondition(lambda self: any(r.orphans for r in self.net.readers))
@@ -190,8 +227,10 @@ class BusMachine(RuleBasedStateMachine):
         self.net.deliver_stale(pick([r for r in self.net.readers if r.stale], i), j)
 
     @precondition(lambda self: any(r.link for r in self.net.readers))
-    @rule(i=PICK)
-    def bus_breaks(self, i: int) -> None:
+    @rule(i=PICK, really=RARELY)
+    def bus_breaks(self, i: int, really: bool) -> None:
+        if not really:
+            return
         link = pick([r.link for r in self.net.readers if r.link], i)
         link.publisher.end(link)
 
@@ -201,39 +240,57 @@ class BusMachine(RuleBasedStateMachine):
 
     # Forks and deaths
 
-    @precondition(lambda self: self.holders())
+    @precondition(lambda self: bool(self.holders()))
     @rule(i=PICK, disarm=st.booleans())
     def fork(self, i: int, disarm: bool) -> None:
         pick(self.holders(), i)[0].fork(disarm=disarm)
 
-    @precondition(lambda self: self.net.zombies)
-    @rule(i=PICK)
-    def child_or_zombie_exits(self, i: int) -> None:
-        zombies = self.net.zombies
-        pick(zombies, i).check()
-        zombies.pop(i % len(zombies))
+    @precondition(lambda self: bool(self.net.zombies))
+    @rule(i=PICK, really=SOMETIMES)
+    def child_or_zombie_exits(self, i: int, really: bool) -> None:
+        if really:
+            self.net.zombies.pop(i % len(self.net.zombies))
 
-    @rule(i=PICK)
-    def kill(self, i: int) -> None:
-        self.net.kill(pick(self.net.readers, i))
+    @precondition(lambda self: bool(self.holders()))
+    @rule(i=PICK, killed=st.booleans(), really=SOMETIMES)
+    def a_holder_goes(self, i: int, killed: bool, really: bool) -> None:
+        if really:
+            reader = pick(self.holders(), i)[0]
+            self.net.kill(reader) if killed else reader.disconnect()
+            self.net.drain()
 
-    @rule(i=PICK)
-    def disconnect(self, i: int) -> None:
-        pick(self.net.readers, i).disconnect()
+    @precondition(lambda self: bool(self.holders()))
+    @rule(i=PICK, j=PICK, really=RARELY)
+    def release_what_another_holds(self, i: int, j: int, really: bool) -> None:
+        link = pick(self.net.readers, i).link
+        reader, lease = pick(self.holders(), j)
+        if really and link is not None and reader.link is not link:
+            link.push("door_up", encode(Release(lease=lease)))
+
+    @rule(i=PICK, really=RARELY)
+    def kill(self, i: int, really: bool) -> None:
+        if really:
+            self.net.kill(pick(self.net.readers, i))
+
+    @rule(i=PICK, really=RARELY)
+    def disconnect(self, i: int, really: bool) -> None:
+        if really:
+            pick(self.net.readers, i).disconnect()
 
     @precondition(lambda self: any(r.link is None for r in self.net.readers))
     @rule(i=PICK)
     def connect(self, i: int) -> None:
         pick([r for r in self.net.readers if r.link is None], i).connect()
 
-    @rule()
-    def restart_publisher(self) -> None:
-        self.net.start_publisher()
+    @rule(really=RARELY)
+    def restart_publisher(self, really: bool) -> None:
+        if really:
+            self.net.start_publisher()
 
     # What holds
 
     @invariant()
-    def invariants(self) -> None:
+    def everything_holds(self) -> None:
         if hasattr(self, "net"):
             self.net.check()
 

@@ -24,6 +24,7 @@ QueueName = Literal["door_up", "door_down", "bus_up", "bus_down"]
 UP: tuple[QueueName, ...] = ("door_up", "bus_up")
 DOWN: tuple[QueueName, ...] = ("door_down", "bus_down")
 
+NO_SEGMENT = SegmentId(0)
 Payload = tuple[int, int]  #: what was written: incarnation and number of the publish
 
 
@@ -113,10 +114,9 @@ class Job:
     topic: str
     state: State
     nbytes: int
-    layout: bytes
-    asked_at: float
+    manifest: Manifest
     phase: Literal["waiting", "reserved", "written", "straggling"] = "waiting"
-    segment: SegmentId = SegmentId(0)
+    segment: SegmentId = NO_SEGMENT
     segment_nbytes: int = 0
     fresh: bool = False
 
@@ -127,6 +127,7 @@ def layout_for(nbytes: int, tensors: int) -> Manifest:
         empty = tuple(TensorSpec(f"e{i}", "float32", (0,), (1,), i, 0, False, False) for i in range(tensors))
         return make_manifest(0, tuple(GroupSpec(0, 0) for _ in empty), empty)
     share = nbytes // tensors
+    assert share % 64 == 0, "every tensor starts at a multiple of 64"
     groups = tuple(GroupSpec(i * share, share) for i in range(tensors))
     specs = tuple(
         TensorSpec(f"t{i}", "float32", (share // 4,), (1,), i, 0, False, True) for i in range(tensors)
