@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from busync import forks
 from busync import subscriber as aio
+from busync.calls import settle
 from busync.errors import ClosedError, UsageError
 from busync.handles import NameMap, Source
 from busync.ids import DEFAULT_TOPIC, check_label
@@ -87,7 +88,14 @@ class Loan(LoanBase):
     """As ``busync.Loan``, for plain code."""
 
     def __enter__(self) -> Self:
-        self._lent = self._lend().block()
+        call = self._lend()
+        try:
+            self._lent = call.block()
+        except KeyboardInterrupt:
+            back = self._give_back_unseen(call)
+            if back is not None:
+                back.block()
+            raise
         return self
 
     def __exit__(
@@ -149,7 +157,7 @@ class Snapshot:
         return repr(self._inner)
 
 
-class Subscriber:
+class Subscriber(forks.ForkAware):
     """As ``busync.Subscriber``, for plain code. For one thread, which may not have a running loop."""
 
     def __init__(
@@ -167,14 +175,34 @@ class Subscriber:
             if self._runner is None:
                 raise ClosedError("subscriber")
             forks.ensure_same_process(self._inner._pid, "subscriber")
-            return self._runner.run(coroutine)
-        except RuntimeError as error:
-            raise UsageError(f"not from here: {error}", "use busync.Subscriber inside a running loop") from error
+            if asyncio._get_running_loop() is not None:
+                raise UsageError("an event loop runs here", "use busync.Subscriber inside a running loop")
+            if self._runner.get_loop().is_running():
+                raise UsageError("another thread is inside this subscriber", "open one per thread")
+            return self._run_to_its_end(self._runner, coroutine)
         finally:
             coroutine.close()
 
+    def _run_to_its_end(self, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, T]) -> T:
+        task: asyncio.Task[T] | None = None
+
+        async def call() -> T:
+            nonlocal task
+            task = asyncio.current_task()
+            return await coroutine
+
+        try:
+            return runner.run(call())
+        except BaseException:
+            if task is not None and not task.done():  # a signal handler raised: nobody waits for the call any more
+                task.cancel()
+                runner.get_loop().run_until_complete(settle(task))
+                task.cancelled() or task.exception()
+            raise
+
     def __enter__(self) -> Self:
         self._runner = asyncio.Runner()
+        forks.register(self)
         try:
             self._run(self._inner.__aenter__())
         except BaseException:
@@ -194,6 +222,12 @@ class Subscriber:
             self._run(self._inner.close())
             self._runner = None
             runner.close()
+            forks.unregister(self)
+
+    def after_fork_in_child(self) -> None:
+        """The private loop must never be collected in the child: that would touch the parent's epoll."""
+        if self._runner is not None:
+            forks.immortal(self._runner.get_loop())
 
     def __iter__(self) -> Iterator[Snapshot]:
         """Iterate over versions as they come; ends only with the loop's body or an exception."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from busync.errors import ClosedError
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """A coroutine running on the loop of another thread.
+    """A coroutine to run on the loop of another thread: made there by ``start``, or ended unrun by ``refuse``.
 
     Whoever waits for it waits to its very end, even when cancelled or interrupted: until then the other side may still
     be reading the caller's tensors.
@@ -21,21 +22,28 @@ class Call(Generic[T]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], what: str) -> None:
         self._loop = loop
+        self._coroutine = coroutine
         self._what = what
         self._task: asyncio.Task[None] | None = None
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        try:
-            loop.call_soon_threadsafe(self._start, coroutine)
-        except RuntimeError:  # the loop is closed
-            coroutine.close()
-            self._future.set_exception(ClosedError(what))
 
-    def _start(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        self._task = self._loop.create_task(self._run(coroutine))
+    def start(self) -> None:
+        """Run it. On the loop's thread."""
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._ended)
 
-    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not self._future.done():  # cancelled before its first step: _run never ran
+            self.refuse()
+
+    def refuse(self) -> None:
+        """The other side ends: the call fails with ClosedError. On the loop's thread, or when the loop is closed."""
+        self._coroutine.close()
+        self._future.set_exception(ClosedError(self._what))
+
+    async def _run(self) -> None:
         try:
-            result = await coroutine
+            result = await self._coroutine
         except asyncio.CancelledError:
             self._future.set_exception(ClosedError(self._what))
         except BaseException as error:
@@ -48,8 +56,13 @@ class Call(Generic[T]):
             if self._task is not None:
                 self._task.cancel()
 
-        if not self._future.done():
+        with suppress(RuntimeError):  # the loop is closed: the call has ended, or is about to be refused
             self._loop.call_soon_threadsafe(cancel)
+
+    def result_of_cancelled(self) -> T | None:
+        """What a call came to that ended before its cancellation reached it, for whoever must give it back."""
+        failed = self._future.cancelled() or self._future.exception() is not None
+        return None if failed else self._future.result()
 
     async def wait(self) -> T:
         """The result, for a coroutine. Cancelling cancels the call and waits for its end."""

@@ -206,6 +206,7 @@ class WaitTimeout(BusyncError, TimeoutError):
         self.missing = tuple(missing)
         tail = f"; missing: {', '.join(self.missing)}" if self.missing else ""
         super().__init__(f"{what} did not happen within {timeout:g} s{tail}")
+        self.args = (what, timeout, self.missing)  # TimeoutError is an OSError, whose __new__ leaves them out
 
 
 class PublisherLost(BusyncError):

@@ -1,13 +1,15 @@
-"""File descriptors: each has one owner and is closed exactly once."""
+"""File descriptors: each has one owner and is closed exactly once. Files that are mapped, and their seals."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import resource
+import stat
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -17,6 +19,10 @@ from busync.errors import ClosedError, FdError
 _MOST_DESCRIPTORS = 1 << 20
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux on x86-64 and arm64; Python's mmap does not name them
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python 3.11 does not name it
+#: From now on nobody can resize the file, map it writable, or seal it otherwise. A mapping from before stays writable.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 _Mapping = TypeVar("_Mapping", bound=mmap.mmap)
 
@@ -48,7 +54,7 @@ class OwnedFd:
         """The number, which stays owned by this object.
 
         Raises:
-            ClosedError: it was closed or detached.
+            ClosedError: it was closed.
         """
         if self._fd < 0:
             raise ClosedError("descriptor")
@@ -56,30 +62,20 @@ class OwnedFd:
 
     @property
     def closed(self) -> bool:
-        """Whether the descriptor was closed or given away."""
+        """Whether the descriptor was closed."""
         return self._fd < 0
 
     def dup(self) -> OwnedFd:
         """A second descriptor of the same open file, with an owner of its own.
 
         Raises:
-            ClosedError: it was closed or detached.
+            ClosedError: it was closed.
             FdError: the process has no descriptor left.
         """
         try:
             return OwnedFd(os.dup(self.fileno()))
         except OSError as error:
             raise FdError("a descriptor cannot be duplicated", "raise the limit on open files (ulimit -n)") from error
-
-    def detach(self) -> int:
-        """Give the number away: the caller closes it.
-
-        Raises:
-            ClosedError: it was closed or detached.
-        """
-        fd = self.fileno()
-        self._fd = -1
-        return fd
 
     def close(self) -> None:
         """Close the descriptor. May be called again, and from any thread."""
@@ -136,6 +132,25 @@ def raise_fd_limit() -> int:
 def _soft_limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+def check_sealed(fd: OwnedFd, nbytes: int) -> None:
+    """Check a received descriptor before it is mapped: a file of exactly ``nbytes`` bytes that can never change size.
+
+    Raises:
+        ValueError: it is something else; says what.
+    """
+    status = os.fstat(fd.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("the descriptor is not a file")
+    if status.st_size != nbytes:
+        raise ValueError(f"it has {status.st_size} bytes and should have {nbytes}")
+    try:
+        seals = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ValueError("the file cannot have seals") from error
+    if seals & SEALS != SEALS:
+        raise ValueError(f"its seals are {seals:#x}, and {SEALS:#x} are needed")
 
 
 def map_fd(fd: OwnedFd, nbytes: int, prot: int, flags: int, kind: type[_Mapping]) -> _Mapping:

@@ -37,15 +37,11 @@ def check_label(what: str, value: object, *, empty: bool = False) -> str:
 
     Raises:
         OptionError: it is not a string, is empty (unless allowed), has more than 200 bytes of UTF-8, or cannot be
-            encoded or printed.
+            printed.
     """
     allowed = f"{'0' if empty else '1'} to {MAX_LABEL_BYTES} bytes of printable UTF-8"
-    if not isinstance(value, str) or not (value or empty) or not (value.isprintable()):
+    if not isinstance(value, str) or not (value or empty):
         raise OptionError(what, value, allowed)
-    try:
-        encoded = value.encode()
-    except UnicodeEncodeError:
-        raise OptionError(what, value, allowed) from None
-    if len(encoded) > MAX_LABEL_BYTES:
+    if not value.isprintable() or len(value.encode()) > MAX_LABEL_BYTES:  # surrogates, without UTF-8, do not print
         raise OptionError(what, value, allowed)
     return value

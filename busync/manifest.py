@@ -47,19 +47,19 @@ class GroupSpec(Struct, frozen=True, array_like=True, gc=False):
     """One alias group: tensors that share memory. It becomes one storage on the other side."""
 
     offset_bytes: Count  #: from the start of the segment, a multiple of ALIGNMENT
-    nbytes: Count
+    nbytes: Count  #: every tensor of the group lies within them
 
 
 class TensorSpec(Struct, frozen=True, array_like=True, gc=False):
     """One tensor by its flat dotted name."""
 
-    name: Name
+    name: Name  #: no other tensor of the manifest has it
     dtype: str  #: a key of DTYPES
-    size: Dims
+    size: Dims  #: in elements
     stride: Dims  #: in elements
     group: Count  #: index into the manifest's groups
     offset: Count  #: in elements of the own dtype, from the start of the group; 0 when there is no element
-    requires_grad: bool
+    requires_grad: bool  #: as the source had it
     parameter: bool  #: a parameter, or else a buffer or plain tensor
 
 

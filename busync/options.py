@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from busync.errors import OptionError
@@ -45,7 +45,7 @@ class PublisherOptions:
     #: Seconds that a publish waits for a segment before the oldest retired version is abandoned to its holders.
     lease_timeout: float = 10.0
     #: User ids besides the publisher's own that may subscribe. They get access to the endpoint's directory.
-    allow_uids: frozenset[int] = field(default_factory=frozenset)
+    allow_uids: frozenset[int] = frozenset()
     #: Threads that copy weights into shared memory.
     copy_threads: int = 2
 

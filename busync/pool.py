@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from busync.errors import ClosedError
 from busync.fds import OwnedFd
-from busync.forks import fork_lock, register
+from busync.forks import ForkAware, fork_lock, register
 from busync.handles import Segment, create_segment, open_segment
 from busync.ids import SegmentId
 
 
-class Pool:
+class Pool(ForkAware):
     """Segments that a publisher has mapped. Methods may be called from any thread."""
 
     def __init__(self) -> None:
@@ -20,11 +20,6 @@ class Pool:
         self._making: set[OwnedFd] = set()  #: descriptors of segments that are being made
         self._closed = False
         register(self)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all segments in the pool, without those that were dropped and are still mapped somewhere."""
-        return sum(segment.nbytes for segment in list(self._segments.values()))
 
     def create(self, segment_id: SegmentId, nbytes: int) -> Segment:
         """Make a segment of ``nbytes`` bytes (whole pages). Blocks.
@@ -64,12 +59,10 @@ class Pool:
 
     def close(self) -> None:
         """Drop every segment. May be called again."""
-        self._closed = True
-        while self._segments:
-            self._segments.popitem()[1].fd.close()
-
-    def before_fork(self) -> None:
-        """Nothing to do."""
+        with fork_lock:  # or a segment that is being made could still come in
+            self._closed = True
+            while self._segments:
+                self._segments.popitem()[1].fd.close()
 
     def after_fork_in_child(self) -> None:
         """Close the child's copies of the descriptors, so that it does not keep the memory alive."""

@@ -259,6 +259,11 @@ class LoanBase:
         server = ensure_usable(self._publisher._server, "publisher")
         return server.call(publish_lent(server, self._lent, label, plain.values, wait, timeout))
 
+    def _give_back_unseen(self, call: Call[Lent]) -> Call[None] | None:
+        """The caller was cancelled when it was about to get the loan."""
+        self._lent = call.result_of_cancelled()
+        return self._give_back()
+
     def _give_back(self) -> Call[None] | None:
         lent = self._lent
         if lent is None or lent.over or self._publisher._server is None:
@@ -276,7 +281,14 @@ class Loan(LoanBase):
     """
 
     async def __aenter__(self) -> Self:
-        self._lent = await self._lend().wait()
+        call = self._lend()
+        try:
+            self._lent = await call.wait()
+        except asyncio.CancelledError:
+            back = self._give_back_unseen(call)
+            if back is not None:
+                await back.wait()
+            raise
         return self
 
     async def __aexit__(

@@ -224,7 +224,11 @@ async def _copy(server: Server, planned: Plan, segment: Segment) -> None:
             job()
         return
     futures = [server.loop.run_in_executor(server.workers, job) for job in jobs]
-    if await finish(asyncio.gather(*futures)):
+    # To the end of every job, also when one fails: a segment that some job still writes must not be used again.
+    cancelled = await finish(asyncio.gather(*futures, return_exceptions=True))
+    for future in futures:
+        future.result()
+    if cancelled:
         raise asyncio.CancelledError
 
 

@@ -16,7 +16,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -89,6 +90,8 @@ class Server(forks.ForkAware):
         self._locks: dict[str, asyncio.Lock] = {}
         self.quiet_until = 0.0  #: no complaint about waiting before then
         self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._calls: deque[Call[Any]] = deque()  #: not yet started
+        self._ending = False
         self._timer: asyncio.TimerHandle | None = None
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -106,7 +109,13 @@ class Server(forks.ForkAware):
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
         """Run a coroutine on the thread."""
-        return Call(self.loop, coroutine, "publisher")
+        call = Call(self.loop, coroutine, "publisher")
+        self._calls.append(call)  # first: whatever is in here is started or refused, whenever the thread ends
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self._start_calls)
+            return call
+        self._refuse_calls()
+        return call
 
     def ask_to_stop(self) -> None:
         """End every session, give everything back, end the thread. ``ended`` tells when. May be called again."""
@@ -116,11 +125,21 @@ class Server(forks.ForkAware):
 
     # The thread
 
+    def _start_calls(self) -> None:
+        if not self._ending:
+            for call in _take(self._calls):
+                call.start()
+
+    def _refuse_calls(self) -> None:
+        for call in _take(self._calls):
+            call.refuse()
+
     def _run(self) -> None:
         try:
             self.loop.run_until_complete(self._main())
         finally:
             self.loop.close()
+            self._refuse_calls()
             forks.unregister(self)
             self.ended.set_result(None)
 
@@ -132,6 +151,7 @@ class Server(forks.ForkAware):
         else:
             self.ready.set_result(None)
             await self._stop_asked.wait()
+        self._ending = True
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -378,6 +398,13 @@ class Server(forks.ForkAware):
         """The thread is not here. Its loop must never be collected: that would touch the parent's epoll."""
         forks.immortal(self.loop)
         self.pool.after_fork_in_child()
+
+
+def _take(calls: deque[Call[Any]]) -> Iterator[Call[Any]]:
+    """Take out one after the other; each goes to one taker, whatever other threads do."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield calls.popleft()
 
 
 _running: weakref.WeakSet[Server] = weakref.WeakSet()

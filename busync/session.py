@@ -62,6 +62,7 @@ class AttachedSegment:
         self.fd.close()
         if self._readonly is not None:
             forks.immortal(self._readonly)
+            self._readonly = None
 
 
 class Hold:
@@ -151,10 +152,11 @@ class Session(forks.ForkAware):
         self.holds[granted.lease] = hold
         return hold
 
-    def turn(self) -> list[fx.SubscriberEffect]:
+    def turn(self, events: list[fx.SubscriberEffect]) -> None:
         """Handle what has arrived, at most TURN seconds of it, and say what the core wants to say.
 
-        Returns: the effects that concern the application.
+        The effects that concern the application are appended to ``events``, also when the session ends: a refusal, or
+        the last version, arrives together with the end of the connection.
 
         Raises:
             SessionEnded: the publisher has gone, or broke the protocol, or a descriptor could not be taken.
@@ -164,7 +166,7 @@ class Session(forks.ForkAware):
             while self.ended:
                 self.core.ended(self.ended.popleft())
             self.door.flush()
-            events = self.say()
+            events += self.say()
             self.more = False
             while not self.more and self._receive_one(events):
                 self.more = time.monotonic() > stop_at
@@ -174,7 +176,6 @@ class Session(forks.ForkAware):
             raise SessionEnded("the publisher closed the connection") from None
         except ProtocolError as error:
             raise SessionEnded(str(error)) from error
-        return events
 
     def _receive_one(self, events: list[fx.SubscriberEffect]) -> bool:
         """Handle one packet and one message, if there are any."""

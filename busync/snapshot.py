@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from busync import forks
 from busync.calls import finish
 from busync.errors import AllocationError, AttachError, BusyncError, MismatchError, UsageError
 from busync.handles import NameMap, TensorBuilder, plan_load
@@ -98,6 +100,7 @@ class Snapshot:
         self._hold: Hold | None = hold
         self._tensors: Tensors | None = None
         self._blocks = 0
+        self._pid = os.getpid()
 
     @property
     def tensors(self) -> Tensors:
@@ -175,6 +178,7 @@ class Snapshot:
         return await self._owner.wait_digest(self.version, timeout)
 
     def _held(self) -> Hold:
+        forks.ensure_same_process(self._pid, "snapshot")
         if self._hold is None:
             raise UsageError(
                 f"the snapshot of version {self.version} was released", "ask the subscriber for the version again"
@@ -193,6 +197,9 @@ class Snapshot:
         if isinstance(error, Exception) and not isinstance(error, BusyncError) and self._hold is not None:
             self._owner.fail(self._hold, "apply", f"{type(error).__name__}: {error}")
         self.release()
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a snapshot cannot be pickled or copied", "pass its tensors on, or open a subscriber there")
 
     def __repr__(self) -> str:
         held = "" if self._hold is not None else ", released"

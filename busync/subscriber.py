@@ -96,6 +96,8 @@ class Subscriber(forks.ForkAware):
         self._waiters: list[_Waiter] = []
         self._prefetched: Snapshot | None = None
         self._handed: tuple[Session, Version] | None = None  #: acknowledged when the next one is asked for
+        #: The newest that a caller got. A grant is not enough: whoever waited for it may have been cancelled.
+        self._given: tuple[Incarnation | None, Version] = (None, Version(0))
         self._digests: dict[Version, asyncio.Future[bytes]] = {}
         self._lost_reason: BusyncError = PublisherLost(self.endpoint.directory, "not connected yet")
         self._refusal: RefusedError | None = None
@@ -164,6 +166,7 @@ class Subscriber(forks.ForkAware):
         if self._keeper is not None:
             self._keeper.cancel()
             cancelled = await settle(self._keeper)
+            self._keeper = None  # or else it would take a garbage collection to free this object
         if self._executor is not None:
             cancelled = await settle(self._job) or cancelled
             self._executor.shutdown(wait=True)
@@ -190,7 +193,7 @@ class Subscriber(forks.ForkAware):
             RefusedError: the publisher does not want this subscriber any more.
             ClosedError: the subscriber is closed; ForkedError: it belongs to the parent process.
         """
-        return await self._ask(lambda: self._core.adopted, "a newer version", timeout)
+        return await self._ask(lambda: self.adopted, "a newer version", timeout)
 
     async def latest(self, timeout: float | None = None) -> Snapshot:
         """The newest version, which may be one that was handed out before; waits for the first if there is none.
@@ -217,13 +220,13 @@ class Subscriber(forks.ForkAware):
         Needs no running loop. Raises: as ``next``, but never WaitTimeout.
         """
         self._begin()
-        ready = self._take_prefetched()
+        ready = self._take_prefetched(Version(self.adopted + 1))
         if ready is not None:
             return self._hand_over(ready)
-        if self._session is None or self._session.newest <= self._core.adopted:
+        if self._session is None or self._session.newest <= self.adopted:
             return None
         self._check_held()
-        waiter = _Waiter(lambda: self._core.adopted, None)
+        waiter = _Waiter(lambda: self.adopted, None)
         self._add(waiter)
         stop_at = time.monotonic() + POLL_WINDOW
         try:
@@ -245,9 +248,10 @@ class Subscriber(forks.ForkAware):
         return self._session.newest if self._session is not None else 0
 
     @property
-    def adopted(self) -> int:
+    def adopted(self) -> Version:
         """The newest version that was handed out here in the present incarnation, 0 if none."""
-        return self._core.adopted
+        incarnation, version = self._given
+        return version if incarnation == self._core.incarnation else Version(0)
 
     @property
     def lag(self) -> int:
@@ -283,6 +287,8 @@ class Subscriber(forks.ForkAware):
     def fail(self, hold: Hold, code: NackCode, text: str) -> None:
         """Send Nack for the hold's version, unless its session is over."""
         if self._session is not None and hold.session() is self._session:
+            if self._handed == (self._session, hold.version):
+                self._handed = None  # asking for the next one does not acknowledge it
             self._core.nack(hold.version, code, text)
             self._handle(self._session.say())
 
@@ -329,6 +335,8 @@ class Subscriber(forks.ForkAware):
             raise ClosedError("subscriber")
         if self._loop is None:
             raise UsageError("this subscriber is not open", "use it inside `async with`")
+        if asyncio._get_running_loop() not in (None, self._loop):
+            raise UsageError("this subscriber belongs to another event loop", "open one per loop")
         self._turn()
         if self._refusal is not None:
             raise self._refusal
@@ -342,9 +350,8 @@ class Subscriber(forks.ForkAware):
         if timeout is not None:
             check_seconds("timeout", timeout)
         self._begin()
-        if self._loop is not asyncio.get_running_loop():
-            raise UsageError("this subscriber belongs to another event loop", "open one per loop")
-        ready = self._take_prefetched() or (self._share(enough) if enough is not None else None)
+        least = Version(self.adopted + 1) if enough is None else enough
+        ready = self._take_prefetched(least) or (self._share(enough) if enough is not None else None)
         if ready is not None:
             return self._hand_over(ready)
         self._check_held()
@@ -364,8 +371,10 @@ class Subscriber(forks.ForkAware):
         return self._hand_over(snapshot)
 
     def _hand_over(self, snapshot: Snapshot) -> Snapshot:
-        if self._session is not None:
+        if self._session is not None and snapshot.incarnation == self._session.incarnation:
             self._handed = (self._session, snapshot.version)
+        if snapshot.incarnation == self._core.incarnation:
+            self._given = snapshot.incarnation, max(self.adopted, snapshot.version)
         self._update_demand()
         return snapshot
 
@@ -387,10 +396,10 @@ class Subscriber(forks.ForkAware):
 
     _last: fx.Granted | None = None  #: of this session
 
-    def _take_prefetched(self) -> Snapshot | None:
+    def _take_prefetched(self, least: Version) -> Snapshot | None:
         snapshot, self._prefetched = self._prefetched, None
-        if snapshot is not None and self._session is not None and snapshot.version < self._session.newest:
-            return None  # overtaken: its release goes out as it is dropped here
+        if snapshot is None or self._session is None or snapshot.version < max(least, self._session.newest):
+            return None  # overtaken, or not what is asked for: its release goes out as it is dropped here
         return snapshot
 
     def _check_held(self) -> None:
@@ -419,7 +428,7 @@ class Subscriber(forks.ForkAware):
             return
         have: Version | None = min((waiter.have for waiter in self._waiters), default=None)
         if have is None and self.options.prefetch and self._prefetched is None and len(core.leases) < core.max_held:
-            have = core.adopted
+            have = self.adopted
         core.demand(have)
         self._handle(session.say())
 
@@ -442,13 +451,16 @@ class Subscriber(forks.ForkAware):
             else:
                 self._watch(session)
                 late = self._loop.call_later(ATTACH_TIMEOUT, self._check_attached, session)
-                self._turn()
-                while self._session is session:
-                    if self._core.attached:
-                        backoff = FIRST_BACKOFF
-                    self._changed.clear()
-                    await self._changed.wait()
-                late.cancel()
+                try:
+                    self._turn()
+                    while self._session is session:
+                        if self._core.attached:
+                            backoff = FIRST_BACKOFF
+                        self._changed.clear()
+                        await self._changed.wait()
+                finally:
+                    late.cancel()
+                    del session, late  # the traceback of a cancellation keeps this frame
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF)
 
@@ -474,9 +486,12 @@ class Subscriber(forks.ForkAware):
         session = self._session
         if session is None or self._loop is None:
             return
+        events: list[fx.SubscriberEffect] = []
         try:
-            events = session.turn()
-            self._handle(events)
+            try:
+                session.turn(events)
+            finally:
+                self._handle(events)
         except BusyncError as error:
             self._lose(error)
             return

@@ -48,49 +48,49 @@ class Message(Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower
 class Hello(Message, frozen=True, kw_only=True):
     """The first packet of a session."""
 
-    wire: Number
-    topic: Annotated[str, Meta(min_length=1, max_length=200)]
-    name: Label
+    wire: Number  #: WIRE_VERSION of the subscriber
+    topic: Annotated[str, Meta(min_length=1, max_length=200)]  #: the stream it reads
+    name: Label  #: what reports call it; may be empty
 
 
 class Want(Message, frozen=True, kw_only=True):
     """The reader's code waits for a version newer than ``have``. At most one Want of a session is open."""
 
     number: Number  #: grows by at least 1 with each Want of the session
-    have: Number
+    have: Number  #: 0: anything
     digest: bool = False  #: also compute and send the version's content digest
 
 
 class Withdraw(Message, frozen=True, kw_only=True):
     """The reader no longer waits, and promises never to map a grant of this Want."""
 
-    number: Number
+    number: Number  #: of the Want
 
 
 class Ack(Message, frozen=True, kw_only=True):
     """``version`` is in use here; stands for every version up to it."""
 
-    version: Number
+    version: Number  #: at most the newest that this session was granted
 
 
 class Release(Message, frozen=True, kw_only=True):
     """No tensor of this lease is left in the process."""
 
-    lease: Number
+    lease: Number  #: of this session; unknown ones are ignored
 
 
 class Abandon(Message, frozen=True, kw_only=True):
     """The process cannot promise any more when these leases end (it forks): never write to their segments again."""
 
-    leases: Annotated[tuple[Number, ...], Meta(max_length=1024)]
+    leases: Annotated[tuple[Number, ...], Meta(max_length=1024)]  #: of this session; unknown ones are ignored
 
 
 class Nack(Message, frozen=True, kw_only=True):
     """``version`` could not be attached or applied here."""
 
-    version: Number
-    code: NackCode
-    text: Text
+    version: Number  #: as granted
+    code: NackCode  #: which step failed
+    text: Text  #: for people
 
 
 # Door, downstream
@@ -99,26 +99,33 @@ class Nack(Message, frozen=True, kw_only=True):
 class Welcome(Message, frozen=True, kw_only=True):
     """The session exists. Comes with the descriptor of the board."""
 
-    wire: Number
-    incarnation: Number
+    wire: Number  #: WIRE_VERSION of the publisher
+    incarnation: Number  #: everything else of the session carries it
     token: Digest16  #: the session's routing id on the bus
     slot: Annotated[int, Meta(ge=1, le=255)]  #: the topic's slot on the board
-    max_held: Annotated[int, Meta(ge=1, le=1024)]
+    max_held: Annotated[int, Meta(ge=1, le=1024)]  #: leases that the session may hold at a time
 
 
 class Refuse(Message, frozen=True, kw_only=True):
     """There will be no session, or it ends now."""
 
-    code: RefuseCode
-    text: Text
+    code: RefuseCode  #: the reason, for programs
+    text: Text  #: the reason, for people
 
 
 class Segment(Message, frozen=True, kw_only=True):
     """Comes with the descriptor of a segment that this session has not seen yet."""
 
-    incarnation: Number
-    segment: Number
-    nbytes: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]
+    incarnation: Number  #: as in Welcome
+    segment: Number  #: its number, never used again
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]  #: its size, whole pages
+
+
+class Forget(Message, frozen=True, kw_only=True):
+    """These segments have left the pool: close what is cached of them. The session holds no lease on them."""
+
+    incarnation: Number  #: the publisher's
+    segments: Annotated[tuple[Number, ...], Meta(max_length=1024)]  #: will never be announced again
 
 
 # Bus
@@ -131,19 +138,21 @@ class Join(Message, frozen=True, kw_only=True):
 class Joined(Message, frozen=True, kw_only=True):
     """The answer to Join: the session is attached."""
 
-    incarnation: Number
+    incarnation: Number  #: as in Welcome
 
 
 class ManifestPart(Message, frozen=True, kw_only=True):
     """A slice of a manifest; part ``part`` of ``parts``, in order. Sent once per session and layout."""
 
-    incarnation: Number
-    layout: Digest16
-    part: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]
-    parts: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]
+    incarnation: Number  #: as in Welcome
+    layout: Digest16  #: digest of the whole layout
+    part: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]  #: which one this is, from 0
+    parts: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]  #: how many there are
+    #: bytes of the segment in use, 0 when no tensor has an element
     nbytes: Annotated[int, Meta(ge=0, le=MAX_SEGMENT_BYTES)]
+    #: those that the tensors below are the first to use
     groups: Annotated[tuple[GroupSpec, ...], Meta(max_length=PART_TENSORS)]
-    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=PART_TENSORS)]
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=PART_TENSORS)]  #: see TensorSpec
 
 
 def manifest_parts(manifest: Manifest, incarnation: int) -> list[ManifestPart]:
@@ -169,15 +178,13 @@ def manifest_parts(manifest: Manifest, incarnation: int) -> list[ManifestPart]:
 class Announce(Message, frozen=True, kw_only=True):
     """The answer to Want ``number``: a lease on ``version``, whose bytes are in ``segment``."""
 
-    incarnation: Number
-    number: Number
-    lease: Number
-    version: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-    layout: Digest16
+    incarnation: Number  #: as in Welcome
+    number: Number  #: of the Want
+    lease: Number  #: what Release will name
+    version: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]  #: newer than what the Want has
+    layout: Digest16  #: digest of a layout that was sent before
     segment: Number  #: 0 when no tensor of the version has an element
-    live: Annotated[tuple[Number, ...], Meta(max_length=4096)]  #: segments of the topic that may still be announced
-    newest_segment: Number  #: every segment up to it that is not in ``live`` will never be announced again
-    label: Label
+    label: Label  #: given by the publisher
     published_at: Seconds  #: CLOCK_MONOTONIC of the machine
     values: dict[Name, Any]  #: each a Value; msgspec has no union of str and bytes, so decoding checks it
 
@@ -185,13 +192,13 @@ class Announce(Message, frozen=True, kw_only=True):
 class Digest(Message, frozen=True, kw_only=True):
     """SHA-256 over the content of a version; see ``handles.content_digest``."""
 
-    incarnation: Number
-    version: Number
-    digest: Digest32
+    incarnation: Number  #: as in Welcome
+    version: Number  #: one that this session was granted with ``digest``
+    digest: Digest32  #: 32 bytes
 
 
 DoorUp = Hello | Want | Withdraw | Ack | Release | Abandon | Nack
-DoorDown = Welcome | Refuse | Segment
+DoorDown = Welcome | Refuse | Segment | Forget
 BusUp = Join
 BusDown = Joined | ManifestPart | Announce | Digest
 
@@ -199,7 +206,7 @@ _M = TypeVar("_M")
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message. The caller has checked sizes; see ``check_values``."""
+    """The bytes of a message. Whoever made the values has checked their size; see ``handles.flatten``."""
     packed: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)), use_bin_type=True)
     return packed
 
@@ -215,6 +222,8 @@ def _decoder(channel: str, union: Any, max_bytes: int, max_items: int) -> Callab
                 max_str_len=max_bytes, max_bin_len=max_bytes, max_array_len=max_items,
                 max_map_len=max_bytes, max_ext_len=0,
             )  # fmt: skip
+            if type(tree) is not dict or "type" not in tree:  # msgspec needs no tag where only one message can be
+                raise DecodeError(channel, "it has no type")
             message = msgspec.convert(tree, union)
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
             raise DecodeError(channel, str(error)[:200] or type(error).__name__) from None

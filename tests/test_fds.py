@@ -96,15 +96,6 @@ def test_is_not_inheritable() -> None:
         assert not os.get_inheritable(copy.fileno())
 
 
-def test_detach_gives_the_number_away() -> None:
-    fd = null()
-    number = fd.detach()
-    assert fd.closed
-    del fd
-    assert is_open(number)
-    os.close(number)
-
-
 def test_dup_is_independent() -> None:
     fd = null()
     copy = fd.dup()
@@ -115,7 +106,7 @@ def test_dup_is_independent() -> None:
     copy.close()
 
 
-@pytest.mark.parametrize("use", ["fileno", "dup", "detach"])
+@pytest.mark.parametrize("use", ["fileno", "dup"])
 def test_use_after_close(use: str) -> None:
     fd = null()
     fd.close()

@@ -7,7 +7,6 @@ writes, and only weights are taken from it. All functions block; run them off th
 from __future__ import annotations
 
 import ctypes
-import errno
 import math
 import os
 import pickle
@@ -26,7 +25,7 @@ from busync.manifest import DTYPES
 if TYPE_CHECKING:
     import torch
 
-    from busync.handles.source import Flat
+    from busync.handles import Flat
 
 SAFETENSORS: Final = ".safetensors"
 PICKLED: Final = (".pt", ".pth", ".bin")
@@ -152,7 +151,7 @@ def load_pickled(path: Path, *, mapped: bool) -> Flat:
     """
     import torch
 
-    from busync.handles.source import flatten
+    from busync.handles import flatten
 
     try:
         before = Stamp.of(path.stat())
@@ -279,7 +278,7 @@ class SafetensorsFile:
 
 
 def write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a ``.safetensors`` file; ``path`` is either complete and on disk, or as it was. Tied tensors are untied.
+    """Write a ``.safetensors`` file; ``path`` is either complete or as it was. Tied tensors are untied.
 
     Raises:
         OSError: it cannot be written (``filename`` is ``path``); nothing is left of the attempt.
@@ -288,44 +287,21 @@ def write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
     dense = {name: tensor.contiguous() for name, tensor in tensors.items()}  # kept alive until all is written
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        # The package makes files that only their owner may read; this one has the mode that the umask asks for.
-        mode = _create(temporary)
         specs = {
             name: TensorSpec(dtype=str(t.dtype)[6:], shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
             for name, t in dense.items()
         }
-        serialize_file(specs, temporary, metadata=dict(metadata))
-        os.chmod(temporary, mode)
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
+        serialize_file(specs, path, metadata=dict(metadata))  # under another name, then renamed
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise CheckpointError(path, str(error)) from error
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    except OSError as error:
-        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _create(path: Path) -> int:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        return stat.S_IMODE(os.fstat(fd).st_mode)
-    finally:
-        os.close(fd)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    # The package makes files that only their owner may read; this one has the mode that the umask asks for.
+    umask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def _nbytes(spec: tuple[str, tuple[int, ...]]) -> int:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import typer
 
+from busync.calls import settle
 from busync.errors import BusyncError, OptionError, PublisherLost, WaitTimeout
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ async def in_thread(function: Callable[..., _R], *args: Any, on_cancel: Callable
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         on_cancel()
-        await asyncio.wait([future])
+        await settle(future)
         raise
 
 

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal, NamedTuple, NoReturn
@@ -21,17 +20,11 @@ from busync.daemon.console import CommandError, Events, ExitCode
 from busync.daemon.watch import Watcher
 from busync.errors import BusyncError, OptionError
 from busync.ids import DEFAULT_TOPIC, MAX_LABEL_BYTES, check_label
+from busync.options import WhenFull
 
 COMMAND: Final = "busync-pub"
 #: Seconds between two looks at what is watched. A file must look the same twice to be published.
 LOOK_EVERY: Final = 0.2
-
-
-class WhenFull(StrEnum):
-    """What a publish does that finds no free segment."""
-
-    WAIT = "wait"
-    SKIP = "skip"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +75,7 @@ def publish(
         float, typer.Option(min=0, metavar="SECONDS", help="Longest wait for acknowledgements.")
     ] = 30.0,
     max_segments: Annotated[int, typer.Option(help="Versions that may be in memory at a time.")] = 4,
-    when_full: Annotated[WhenFull, typer.Option(help="What to do when all of them are in use.")] = WhenFull.WAIT,
+    when_full: Annotated[WhenFull, typer.Option(help="What to do when all of them are in use.")] = "wait",
     lease_timeout_s: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Longest wait for one to fall free.")
     ] = 10.0,
@@ -132,7 +125,7 @@ class Sender:
         async with busync.Publisher(
             order.endpoint,
             max_segments=order.max_segments,
-            when_full=order.when_full.value,
+            when_full=order.when_full,
             lease_timeout=order.lease_timeout,
         ) as publisher:
             fields = {"endpoint": order.endpoint, "topic": order.topic, "source": str(order.source), "pid": os.getpid()}
@@ -156,8 +149,8 @@ class Sender:
                 continue
             try:
                 await self._publish(publisher, path)
-            except OptionError:
-                raise  # would fail for every file
+            except (OptionError, CommandError):
+                raise  # would fail for every file; nobody reads the output
             except (BusyncError, OSError, MemoryError) as error:
                 reason = console.describe(error)
                 self._events.warn("error", f"{path.name} was not published: {reason}", file=str(path), reason=reason)
@@ -200,7 +193,7 @@ class Sender:
         """Read the file straight into a loan, so that its weights are in memory once. None: it would have to wait."""
         order, stop = self._order, threading.Event()
         with await console.in_thread(SafetensorsFile, path) as file:
-            if order.when_full is WhenFull.SKIP and self._is_full(publisher):
+            if order.when_full == "skip" and self._is_full(publisher):
                 return None
             async with publisher.loan(like=file.layout, topic=order.topic) as loan:
                 async with console.progress(f"reading {path.name}", file.nbytes) as advance:

@@ -20,7 +20,6 @@ from busync.handles.load import LoadPlan, NameMap, plan_load
 from busync.handles.memory import (
     PrivateMapping,
     Segment,
-    available_bytes,
     check_segment,
     create_segment,
     map_private,
@@ -28,11 +27,8 @@ from busync.handles.memory import (
     open_segment,
 )
 from busync.handles.source import Flat, Source, flatten
-from busync.handles.tensors import DTYPE_NAMES, TORCH_DTYPES, check_tensor
 
 __all__ = [
-    "DTYPE_NAMES",
-    "TORCH_DTYPES",
     "Flat",
     "Job",
     "LoadPlan",
@@ -43,9 +39,7 @@ __all__ = [
     "Segment",
     "Source",
     "TensorBuilder",
-    "available_bytes",
     "check_segment",
-    "check_tensor",
     "content_digest",
     "create_segment",
     "flatten",

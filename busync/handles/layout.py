@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
 from typing import TypeGuard
@@ -28,7 +28,14 @@ from msgspec import Struct
 from busync.errors import ExportError, OptionError
 from busync.handles.copying import Copy, Job, Move, make_jobs
 from busync.handles.source import Flat, Source, flatten
-from busync.handles.tensors import DTYPE_NAMES, TORCH_DTYPES, check_kind, check_tensor
+from busync.handles.tensors import (
+    DTYPE_NAMES,
+    MANY_TENSORS,
+    TORCH_DTYPES,
+    check_kind,
+    check_tensor,
+    fits_storage,
+)
 from busync.manifest import (
     ALIGNMENT,
     DTYPES,
@@ -42,7 +49,6 @@ from busync.manifest import (
 
 Dims = tuple[int, ...]
 Shapes = Mapping[str, tuple[str | torch.dtype, Dims]]  #: name -> (dtype or its name, size)
-_NOTHING = make_manifest(0, (), ())
 
 
 # Views and groups are in no cycle. Kept from the garbage collector (gc=False), they are freed as they are dropped, and
@@ -64,6 +70,11 @@ class _View(Struct, eq=False, gc=False):
     dense: bool  #: its bytes can be copied as they lie
     shares: bool  #: it may overlap other tensors
     group: int = -1  #: which of the groups that _find_groups returns
+
+    @property
+    def shown(self) -> tuple[int, str, Dims, Dims]:
+        """What tied tensors have in common."""
+        return self.start, self.dtype, self.size, self.stride
 
 
 class _Group(Struct, eq=False, gc=False):
@@ -89,9 +100,9 @@ class Plan:
     """A layout, and how to fill a segment with it. Keeps the source's tensors alive until it is dropped."""
 
     manifest: Manifest
-    moves: list[Move] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
+    moves: list[Move]
+    copies: list[Copy]
+    sources: list[torch.Tensor]
 
     def jobs(self, buffer: memoryview | mmap.mmap, workers: int) -> list[Job]:
         """Work that fills ``buffer``, the writable bytes of a segment of at least ``manifest.nbytes`` bytes.
@@ -113,7 +124,9 @@ def plan(flat: Flat) -> Plan:
     Raises:
         ExportError: a tensor cannot be published, or all together exceed the largest segment.
     """
-    views = [_measure(name, tensor, check_tensor(name, tensor)) for name, tensor in flat.tensors.items()]
+    many = len(flat.tensors) > MANY_TENSORS
+    with torch.no_grad():
+        views = [_measure(name, tensor, check_tensor(name, tensor), many=many) for name, tensor in flat.tensors.items()]
     return _place(views, _find_groups(views), flat.parameters)
 
 
@@ -152,7 +165,7 @@ def _shaped(dtype: str | torch.dtype, size: Dims) -> torch.Tensor:
     return torch.empty(size, dtype=known, device="meta")
 
 
-def _measure(name: str, tensor: torch.Tensor, dtype: str) -> _View:
+def _measure(name: str, tensor: torch.Tensor, dtype: str, *, many: bool = False) -> _View:
     """Find out where the bytes of a CPU tensor are."""
     size, stride, itemsize = tuple(tensor.shape), tensor.stride(), DTYPES[dtype]
     stored = span = tensor.numel()
@@ -161,9 +174,8 @@ def _measure(name: str, tensor: torch.Tensor, dtype: str) -> _View:
     shares = True
     if not tensor.is_contiguous():
         stored, span, shares = extent(size, stride)
-    storage_nbytes = tensor.untyped_storage().nbytes()
-    if (tensor.storage_offset() + span) * itemsize > storage_nbytes:
-        reason = f"its storage has only {storage_nbytes} bytes"
+    if not fits_storage(tensor, span, many=many):
+        reason = f"its storage has only {tensor.untyped_storage().nbytes()} bytes"
         raise ExportError(name, reason, "gather the parameters first if they are sharded (FSDP)")
     dense = shares and stored == span
     if tensor.is_conj() or tensor.is_neg():
@@ -221,7 +233,8 @@ def _find_groups(views: list[_View]) -> list[_Group]:
 
 def _place(views: list[_View], groups: list[_Group], parameters: set[str]) -> Plan:
     """Put the groups into a segment in the order of their first use."""
-    plan = Plan(_NOTHING, sources=[view.tensor for view in views])
+    moves: list[Move] = []
+    copies: list[Copy] = []
     placed: list[GroupSpec] = []
     tensors: list[TensorSpec] = []
     end = 0
@@ -231,7 +244,7 @@ def _place(views: list[_View], groups: list[_Group], parameters: set[str]) -> Pl
             group.index = len(placed)
             if view.stored:
                 start = -(-end // ALIGNMENT) * ALIGNMENT
-                nbytes = _fill(plan, group, start)
+                nbytes = _fill(moves, copies, group, start)
                 end = start + nbytes
                 placed.append(GroupSpec(start, nbytes))
             else:
@@ -245,27 +258,27 @@ def _place(views: list[_View], groups: list[_Group], parameters: set[str]) -> Pl
         )  # fmt: skip
     if end > MAX_SEGMENT_BYTES:
         raise ExportError("source", f"{end} bytes exceed the largest segment of {MAX_SEGMENT_BYTES} bytes")
-    plan.manifest = make_manifest(end, tuple(placed), tuple(tensors))
-    return plan
+    manifest = make_manifest(end, tuple(placed), tuple(tensors))
+    return Plan(manifest, moves, copies, sources=[view.tensor for view in views])
 
 
-def _fill(plan: Plan, group: _Group, offset: int) -> int:
+def _fill(moves: list[Move], copies: list[Copy], group: _Group, offset: int) -> int:
     """Plan the copies into a group at ``offset`` bytes, settle its views' strides, and return its bytes."""
     first = group.first
-    if group.others and not all(_same(first, view) for view in group.others):
-        return _fill_overlapping(plan, group, offset)
+    if group.others and any(view.shown != first.shown for view in group.others):
+        return _fill_overlapping(moves, copies, group, offset)
     group.start = first.start
     if first.dense:
-        plan.moves.append((offset, first.start, first.end - first.start))
+        moves.append((offset, first.start, first.end - first.start))
         return first.end - first.start
     stride = _packed(first.size, first.stride)
     for view in group.views:
         view.stride = stride
-    plan.copies.append(_copy(first, offset))
+    copies.append(_copy(first, offset))
     return first.stored * first.itemsize
 
 
-def _fill_overlapping(plan: Plan, group: _Group, offset: int) -> int:
+def _fill_overlapping(moves: list[Move], copies: list[Copy], group: _Group, offset: int) -> int:
     views = group.views
     low = min(view.start for view in views)
     high = max(view.end for view in views)
@@ -274,23 +287,16 @@ def _fill_overlapping(plan: Plan, group: _Group, offset: int) -> int:
     for view in views:
         if (view.start - group.start) % view.itemsize:
             raise ExportError(view.name, f"it overlaps {widest.name!r} out of step with its elements", "clone it")
-    distinct = list({(view.start, view.dtype, view.size, view.stride): view for view in views}.values())
+    distinct = list({view.shown: view for view in views}.values())
     whole = [view for view in distinct if view.dense and view.start == low and view.end == high]
     for view in whole[:1] or distinct:
         at = offset + view.start - group.start
         if view.dense:
-            plan.moves.append((at, view.start, view.end - view.start))
+            moves.append((at, view.start, view.end - view.start))
         else:
-            plan.copies.append(_copy(view, at))
+            copies.append(_copy(view, at))
     nbytes = high - group.start
     return nbytes if len({view.dtype for view in distinct}) == 1 else -(-nbytes // 16) * 16
-
-
-def _same(view: _View, other: _View) -> bool:
-    return (
-        view.start == other.start and view.dtype == other.dtype
-        and view.size == other.size and view.stride == other.stride
-    )  # fmt: skip
 
 
 def _copy(view: _View, offset: int) -> Copy:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import nn
 
 from busync.errors import MismatchError
 from busync.handles.build import TensorBuilder
 from busync.handles.copying import copy_elements
-from busync.handles.tensors import TORCH_DTYPES
+from busync.handles.tensors import MANY_TENSORS, TORCH_DTYPES, fits_storage
 from busync.manifest import Manifest, TensorSpec, extent
 
 #: Published name -> name in the module, or None to leave it out.
 NameMap = Mapping[str, str | None] | Callable[[str], str | None]
 
 
-@dataclass(slots=True, eq=False)
-class _Pair:
+class _Pair(Struct, eq=False, gc=False):  # in no cycle, and often very many: see the specs in ``manifest``
     spec: TensorSpec
     target: torch.Tensor  #: an alias of the module's tensor, so that the memory stays what was checked
     offset_bytes: int  #: of the source in the segment, if both lie alike, without gaps, on the CPU; or else -1
@@ -69,6 +69,7 @@ def plan_load(
         MismatchError: names, shapes or dtypes do not fit, or a target cannot be written to; lists every problem.
     """
     translate = _translator(map)
+    many = len(manifest.tensors) > MANY_TENSORS
     pairs: list[_Pair] = []
     problems: list[str] = []
     for index, module in enumerate(modules):
@@ -89,7 +90,7 @@ def plan_load(
             elif target is None:
                 if strict:
                     problems.append(f"the module has no {name!r}{where}")
-            elif problem := _problem(spec, target):
+            elif problem := _problem(spec, target, many=many):
                 problems.append(f"{name!r} {problem}{where}")
             else:
                 pairs.append(_pair(spec, target, manifest.groups[spec.group].offset_bytes))
@@ -109,7 +110,7 @@ def _translator(names: NameMap | None) -> Callable[[str], str | None]:
     return lambda name: names.get(name, name)
 
 
-def _problem(spec: TensorSpec, target: torch.Tensor) -> str:
+def _problem(spec: TensorSpec, target: torch.Tensor, *, many: bool) -> str:
     """Why the tensor cannot be loaded into ``target``; empty when it can."""
     if tuple(target.shape) != spec.size:
         return f"has the shape {list(target.shape)}, and {list(spec.size)} was published"
@@ -127,7 +128,7 @@ def _problem(spec: TensorSpec, target: torch.Tensor) -> str:
         stored, span, injective = extent(target.shape, target.stride())
     if not injective or stored != target.numel():
         return "overlaps itself, so it cannot be written to"
-    if (target.storage_offset() + span) * target.itemsize > target.untyped_storage().nbytes():
+    if not fits_storage(target, span, many=many):
         return "has no memory at present (is it sharded?)"
     return ""
 

@@ -11,16 +11,12 @@ import errno
 import fcntl
 import mmap
 import os
-import stat
 import weakref
 from dataclasses import dataclass
 
 from busync.errors import AllocationError, AttachError, FdError
-from busync.fds import OwnedFd, map_fd
-from busync.forks import fork_lock, immortal, register
-
-_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python 3.11 does not name it
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+from busync.fds import SEALS, OwnedFd, check_sealed, map_fd
+from busync.forks import ForkAware, fork_lock, immortal, register
 
 
 class PrivateMapping(mmap.mmap):
@@ -30,7 +26,7 @@ class PrivateMapping(mmap.mmap):
     hold: object = None
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Segment:
     """The publisher's side of a segment: a sealed descriptor, to be passed on, and the only writable mapping."""
 
@@ -49,7 +45,7 @@ def open_segment(name: str) -> OwnedFd:
     try:
         return OwnedFd(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except OSError as error:
-        raise _mapped(error, 0) from error
+        raise _translate(error, 0) from error
 
 
 def create_segment(fd: OwnedFd, nbytes: int) -> Segment:
@@ -59,6 +55,7 @@ def create_segment(fd: OwnedFd, nbytes: int) -> Segment:
 
     Raises:
         AllocationError: the machine has not that much memory to spare.
+        FdError: the process has no descriptor left.
     """
     try:
         available = available_bytes()
@@ -71,7 +68,7 @@ def create_segment(fd: OwnedFd, nbytes: int) -> Segment:
         fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SEALS)  # after the mapping: no other writable one from now on
     except OSError as error:
         fd.close()
-        raise _mapped(error, nbytes) from error
+        raise _translate(error, nbytes) from error
     except BaseException:
         fd.close()
         raise
@@ -84,17 +81,10 @@ def check_segment(fd: OwnedFd, segment: int, nbytes: int) -> None:
     Raises:
         AttachError: it is something else.
     """
-    status = os.fstat(fd.fileno())
-    if not stat.S_ISREG(status.st_mode):
-        raise AttachError(segment, "the descriptor is not a file")
-    if status.st_size != nbytes:
-        raise AttachError(segment, f"it has {status.st_size} bytes and was announced with {nbytes}")
     try:
-        seals = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise AttachError(segment, "the file cannot have seals") from error
-    if seals & SEALS != SEALS:
-        raise AttachError(segment, f"its seals are {seals:#x}, and {SEALS:#x} are needed")
+        check_sealed(fd, nbytes)
+    except ValueError as error:
+        raise AttachError(segment, str(error)) from error
 
 
 def map_private(fd: OwnedFd, nbytes: int) -> PrivateMapping:
@@ -106,7 +96,7 @@ def map_private(fd: OwnedFd, nbytes: int) -> PrivateMapping:
     try:
         return map_fd(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, PrivateMapping)
     except OSError as error:
-        raise _mapped(error, nbytes) from error
+        raise _translate(error, nbytes) from error
 
 
 def map_readonly(fd: OwnedFd, nbytes: int) -> mmap.mmap:
@@ -121,7 +111,7 @@ def map_readonly(fd: OwnedFd, nbytes: int) -> mmap.mmap:
     try:
         return _map_shared(fd, nbytes, mmap.PROT_READ)
     except OSError as error:
-        raise _mapped(error, nbytes) from error
+        raise _translate(error, nbytes) from error
 
 
 def available_bytes() -> int:
@@ -133,14 +123,11 @@ def available_bytes() -> int:
     return 1 << 62  # before Linux 3.14; fallocate still speaks up
 
 
-class _KeptFromChildren:
+class _KeptFromChildren(ForkAware):
     """The shared mappings of this process. A forked child has their objects, but not their memory."""
 
     def __init__(self) -> None:
         self.mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-
-    def before_fork(self) -> None:
-        """Nothing to do: mapping and forking exclude each other."""
 
     def after_fork_in_child(self) -> None:
         """Keep the objects for ever: to deallocate one would unmap addresses that may be in use again."""
@@ -161,7 +148,8 @@ def _map_shared(fd: OwnedFd, nbytes: int, prot: int) -> mmap.mmap:
     return mapping
 
 
-def _mapped(error: OSError, nbytes: int) -> AllocationError | FdError:
+def _translate(error: OSError, nbytes: int) -> AllocationError | FdError:
+    """The one place where errors of the kernel about memory become ours."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return FdError("no descriptor is left for shared memory", "raise the limit on open files (ulimit -n)")
     return AllocationError(nbytes, error.strerror or str(error), "free memory, or publish less")

@@ -6,7 +6,7 @@ switch one off and show that the invariants then break: a guard that nothing mis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,16 +68,16 @@ def not_older(version: int, adopted: int) -> bool:
     return version >= adopted
 
 
-def forgettable(segment: int, live: Collection[int], newest: int) -> bool:
-    """A cached descriptor may go only when its segment will never be announced again."""
-    return segment <= newest and segment not in live
+def unneeded(segment: int, leases: Iterable[Lease]) -> bool:
+    """A reader is told to forget a segment only when it has no lease on it, not even one that it does not know yet."""
+    return all(lease.entry.segment != segment for lease in leases)
 
 
 GUARDS: dict[str, Callable[..., bool]] = {
     guard.__name__: guard
     for guard in (
         unleased, untainted, unpinned, unreferenced, own_lease, within_held, newer, later_number,
-        asked_for, same_incarnation, not_older, forgettable,
+        asked_for, same_incarnation, not_older, unneeded,
     )
 }  # fmt: skip
 

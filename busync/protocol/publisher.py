@@ -27,6 +27,7 @@ from busync.wire import (
     Announce,
     Digest,
     DoorUp,
+    Forget,
     Hello,
     Joined,
     Nack,
@@ -58,7 +59,6 @@ class PublisherProtocol:
         self._effects: list[fx.PublisherEffect] = []
         self._ids = count(1)
         self._segments = count(1)
-        self._newest_segment = 0
         self._digesting: dict[tuple[str, Version], Entry] = {}
         self._layouts: set[bytes] = set()
 
@@ -337,6 +337,8 @@ class PublisherProtocol:
         del self._leases[lease.id]
         del session.leases[lease.id]
         session.topic.ledger.end_lease(lease)
+        if lease.entry.state is State.ABANDONED:
+            self._tell_to_forget(session.topic, session)
 
     # Inside: granting
 
@@ -362,8 +364,6 @@ class PublisherProtocol:
     def _send_grant(self, topic: Topic, session: Session, lease: Lease) -> None:
         entry, content = lease.entry, topic.content
         assert content is not None, "granted before anything was published"
-        live = topic.ledger.live_segments()
-        session.pushed.intersection_update(live)
         if entry.segment and entry.segment not in session.pushed:
             session.pushed.add(entry.segment)
             self._effects.append(fx.PushSegment(session.id, entry.segment))
@@ -372,7 +372,7 @@ class PublisherProtocol:
             self._effects.append(fx.SendManifest(session.id, entry.layout))
         announce = Announce(
             incarnation=self.incarnation, number=lease.number, lease=lease.id, version=entry.version,
-            layout=entry.layout, segment=entry.segment, live=live, newest_segment=self._newest_segment,
+            layout=entry.layout, segment=entry.segment,
             label=entry.label, published_at=content.published_at, values=content.values,
         )  # fmt: skip
         self._effects.append(fx.SendBus(session.id, announce))
@@ -395,8 +395,7 @@ class PublisherProtocol:
     # Inside: segments and waits
 
     def _next_segment(self) -> SegmentId:
-        self._newest_segment = next(self._segments)
-        return SegmentId(self._newest_segment)
+        return SegmentId(next(self._segments))
 
     def _serve_queue(self, topic: Topic, now: float) -> None:
         ledger = topic.ledger
@@ -418,8 +417,11 @@ class PublisherProtocol:
         for reservation in [r for r in topic.queue if r.when_full == "skip"]:  # behind a loan, which waits
             self._give_up(reservation, now, skipped=True)
         self.counters["abandoned"] = sum(t.ledger.abandoned for t in self.topics.values())
-        self._effects += [fx.DropSegment(segment) for segment in ledger.dropped]
-        ledger.dropped.clear()
+        if ledger.dropped:
+            self._effects += [fx.DropSegment(segment) for segment in ledger.dropped]
+            ledger.dropped.clear()
+            for session in topic.sessions.values():
+                self._tell_to_forget(topic, session)
 
     def _holders(self, topic: Topic) -> tuple[str, ...]:
         leases = (lease for e in topic.ledger.entries if e.state is State.RETIRED for lease in e.leases.values())
@@ -439,6 +441,15 @@ class PublisherProtocol:
         self.counters["skipped"] += skipped
         waited = now - reservation.asked_at
         self._effects.append(fx.Reserved(reservation.id, SegmentId(0), 0, False, waited, (), error, skipped))
+
+    def _tell_to_forget(self, topic: Topic, session: Session) -> None:
+        """Have a session close what it caches of segments that have left the pool, unless it may still map them."""
+        gone = session.pushed.difference(topic.ledger.live_segments())
+        gone = {segment for segment in gone if holds("unneeded", segment, session.leases.values())}
+        if gone:
+            session.pushed -= gone
+            forget = Forget(incarnation=self.incarnation, segments=tuple(sorted(gone)))
+            self._effects.append(fx.SendDoor(session.id, forget))
 
     def _after_change(self, topic: Topic, now: float) -> None:
         self._serve_queue(topic, now)

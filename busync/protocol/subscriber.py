@@ -7,7 +7,7 @@ is only how far the application has come in the present incarnation.
 
 from __future__ import annotations
 
-from busync.errors import ViolationError
+from busync.errors import ViolationError, WireVersionError
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
 from busync.manifest import GroupSpec, Manifest, TensorSpec, check_part
 from busync.protocol import effects as fx
@@ -20,6 +20,7 @@ from busync.wire import (
     BusDown,
     Digest,
     DoorDown,
+    Forget,
     Hello,
     Joined,
     ManifestPart,
@@ -93,6 +94,10 @@ class SubscriberProtocol:
             case Welcome():
                 if self.greeted:
                     raise ViolationError(PEER, "a second Welcome")
+                if message.wire != WIRE_VERSION:
+                    text = str(WireVersionError(WIRE_VERSION, message.wire))
+                    self._effects.append(fx.Rejected("wire-version", text))
+                    return
                 self.greeted, self.max_held = True, message.max_held
                 if message.incarnation != self.incarnation:
                     self.incarnation, self.adopted = Incarnation(message.incarnation), NO_VERSION
@@ -103,6 +108,12 @@ class SubscriberProtocol:
                 if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
                     self.segments[SegmentId(message.segment)] = message.nbytes
                     self._complete()
+            case Forget():
+                if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
+                    gone = tuple(s for s in map(SegmentId, message.segments) if s in self.segments)
+                    for segment in gone:
+                        del self.segments[segment]
+                    self._effects.append(fx.ForgetSegments(gone))
 
     def receive_bus(self, message: BusDown) -> None:
         """A message from the bus.
@@ -140,7 +151,7 @@ class SubscriberProtocol:
             self._say(self._want)
 
     def ack(self, version: Version) -> None:
-        """The application uses ``version``. Nothing is said about one that an earlier session granted."""
+        """The application uses ``version``, which this session granted. More would be a violation, and is not said."""
         if self._acked < version <= self._granted:
             self._acked = version
             self._say(Ack(version=version))
@@ -168,11 +179,6 @@ class SubscriberProtocol:
             raise ViolationError(PEER, f"version {announce.version} after version {self.adopted}")
         self._announce = announce
         self.leases[LeaseId(announce.lease)] = Version(announce.version)
-        dead = tuple(s for s in self.segments if holds("forgettable", s, announce.live, announce.newest_segment))
-        if dead:
-            for segment in dead:
-                del self.segments[segment]
-            self._effects.append(fx.ForgetSegments(dead))
         self._complete()
 
     def _complete(self) -> None:

@@ -9,18 +9,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import stat
-from typing import NoReturn
 
 from busync import forks
 from busync.errors import AllocationError, AttachError, ClosedError, FdError
-from busync.fds import OwnedFd, map_fd
+from busync.fds import SEALS, OwnedFd, check_sealed, map_fd
 
-MAX_SLOT = 255
 _NBYTES = 4096
-#: Nobody but the publisher's own mapping can resize or write the page, and the seals stay.
-_FUTURE_WRITE = 0x10
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _FUTURE_WRITE
 
 
 class Board(forks.ForkAware):
@@ -42,7 +36,7 @@ class Board(forks.ForkAware):
                 os.posix_fallocate(self.fd.fileno(), 0, _NBYTES)
                 self._page = map_fd(self.fd, _NBYTES, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, mmap.mmap)
                 self._page.madvise(mmap.MADV_DONTFORK)
-                fcntl.fcntl(self.fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
+                fcntl.fcntl(self.fd.fileno(), fcntl.F_ADD_SEALS, SEALS)
             except OSError as error:
                 self.fd.close()
                 raise AllocationError(_NBYTES, f"the board cannot be made: {error.strerror}") from error
@@ -59,26 +53,11 @@ class Board(forks.ForkAware):
         """
         try:
             self._slots[slot] = version
-        except ValueError as error:
-            self._explain(error)
-
-    def read(self, slot: int) -> int:
-        """What ``slot`` holds.
-
-        Raises:
-            ClosedError: the board is closed, or belongs to the parent of this process.
-        """
-        try:
-            return self._slots[slot]
-        except ValueError as error:
-            self._explain(error)
-
-    def _explain(self, error: ValueError) -> NoReturn:
-        """A released view raises ValueError, which costs the living ones no check."""
-        forks.ensure_same_process(self._pid, "board")
-        if self.fd.closed:
-            raise ClosedError("board") from None
-        raise error
+        except ValueError:  # what a released view raises, which costs a living one no check
+            forks.ensure_same_process(self._pid, "board")
+            if self.fd.closed:
+                raise ClosedError("board") from None
+            raise
 
     def close(self) -> None:
         """Unmap the page and close the descriptor. Subscribers keep theirs. May be called again."""
@@ -105,11 +84,10 @@ class BoardView:
     def __init__(self, fd: OwnedFd, incarnation: int) -> None:
         with fd:
             try:
-                found = os.fstat(fd.fileno())
-                sealed = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS)
-                if not stat.S_ISREG(found.st_mode) or found.st_size != _NBYTES or sealed & _SEALS != _SEALS:
-                    raise AttachError(0, "it is not a sealed page, so it is no board")
+                check_sealed(fd, _NBYTES)
                 self._page = map_fd(fd, _NBYTES, mmap.PROT_READ, mmap.MAP_SHARED, mmap.mmap)
+            except ValueError as error:
+                raise AttachError(0, f"it is no board: {error}") from error
             except OSError as error:
                 raise AttachError(0, f"the board cannot be mapped: {error.strerror}") from error
         self._slots = memoryview(self._page).toreadonly().cast("Q")

@@ -62,9 +62,10 @@ class DoorConnection(forks.ForkAware):
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        sock.setblocking(False)
-        pid, uid, gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self._sock = _QuietSocket(sock.family, sock.type, sock.proto, fileno=sock.fileno())
+        sock.detach()
+        self._sock.setblocking(False)
+        pid, uid, gid = struct.unpack("iII", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         #: Who is at the other end.
         self.peer = Credentials(pid, uid, gid)
         #: Packets that wait for room, oldest first. Appended to by anybody, taken from by whoever has ``_flushing``.
@@ -191,8 +192,12 @@ class DoorConnection(forks.ForkAware):
                 if fd is not None:
                     fd.close()
 
+
+class _QuietSocket(socket.socket):
+    """Closed by its death without a ResourceWarning: the garbage collector may come to it before its connection."""
+
     def __del__(self) -> None:
-        self._sock.close()
+        self.close()
 
 
 def _take_fds(control: list[tuple[int, int, bytes]]) -> tuple[OwnedFd, ...]:

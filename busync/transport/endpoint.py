@@ -39,11 +39,6 @@ class Endpoint:
         return f"{self.directory}/bus"
 
     @property
-    def bus_address(self) -> str:
-        """ZeroMQ address of the bus socket."""
-        return f"ipc://{self.directory}/bus"
-
-    @property
     def door_path(self) -> str:
         """Path of the door socket."""
         return f"{self.directory}/door"

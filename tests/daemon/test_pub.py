@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from busync.daemon import checkpoints
+from busync.daemon.console import CommandError, Events
+from busync.daemon.pub import Order, Sender
 from busync.handles import content_digest
 from tests.daemon.commands import Command, Commands
 
@@ -224,6 +227,23 @@ def memory(pid: int, what: str) -> int:
     """Bytes of a process's memory, as the kernel counts them."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{what}:")).split()[1]) * 1024
+
+
+def test_a_watch_ends_when_nobody_reads_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "w.pt", 1)
+    events = Events("busync-pub", as_json=False)
+
+    def tell(event: str, text: str, **fields: object) -> None:
+        if event == "published":
+            raise CommandError("nobody reads the output any more")
+
+    monkeypatch.setattr(events, "tell", tell)
+    order = Order(
+        endpoint=str(tmp_path / "bus"), source=tmp_path / "w.pt", watch=True, topic="default", label=None, wait="none",
+        timeout=1, max_segments=2, when_full="wait", lease_timeout=1,
+    )  # fmt: skip
+    with pytest.raises(CommandError):
+        asyncio.run(asyncio.wait_for(Sender(order, events).run(), 20))
 
 
 def test_lines_are_for_people_unless_json_is_asked_for(commands: Commands, tmp_path: Path) -> None:

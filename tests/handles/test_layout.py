@@ -14,6 +14,7 @@ from torch import nn
 from busync.errors import ExportError, OptionError
 from busync.handles import flatten, like_plan, plan
 from busync.handles.copying import PIECE_BYTES
+from busync.handles.tensors import MANY_TENSORS
 from busync.manifest import GroupSpec, Manifest, TensorSpec, check_part
 from tests.handles.kit import FILLER, assert_equal, build, random_of, raw, round_trip, write
 
@@ -454,3 +455,29 @@ def test_bad_shapes_are_refused(like: Any) -> None:
 def test_a_loan_refuses_what_cannot_be_described() -> None:
     with pytest.raises(ExportError, match="sparse"):
         like_plan({"a": torch.eye(2).to_sparse()})
+
+
+def test_very_many_tensors_give_the_garbage_collector_nothing_to_do() -> None:
+    """Otherwise a publish of 70,000 would set off full collections, which hold every thread."""
+    source = {f"t{index}": torch.zeros(()) for index in range(MANY_TENSORS + 1)}
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        planned = plan(flatten(source))
+        gc.collect(0)
+        tracked = len(gc.get_objects())
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert len(planned.manifest.tensors) == MANY_TENSORS + 1
+    assert tracked < 100
+
+
+@pytest.mark.parametrize("nbytes", [0, 8])
+def test_a_storage_that_is_too_small_is_refused_among_very_many(nbytes: int) -> None:
+    source = {f"t{index}": torch.zeros(()) for index in range(MANY_TENSORS)}
+    source["cut"] = torch.zeros(3)
+    source["cut"].untyped_storage().resize_(nbytes)
+    with pytest.raises(ExportError, match=rf"'cut'.*only {nbytes} bytes"):
+        plan(flatten(source))

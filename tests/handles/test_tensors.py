@@ -9,7 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from busync.errors import ExportError
-from busync.handles import DTYPE_NAMES, TORCH_DTYPES, check_tensor, flatten, plan
+from busync.handles import flatten, plan
+from busync.handles.tensors import DTYPE_NAMES, TORCH_DTYPES, check_tensor
 from busync.manifest import DTYPES
 from tests.handles.kit import assert_equal, random_of, round_trip
 

@@ -12,12 +12,13 @@ import pytest
 from busync import forks
 from busync.errors import AllocationError, AttachError, ClosedError, FdError, ForkedError
 from busync.fds import OwnedFd, open_fds
-from busync.transport.board import MAX_SLOT, Board, BoardView
+from busync.transport.board import Board, BoardView
 from tests.forking import check_in_child
 from tests.test_fds import is_open, no_descriptor_left
 
 INCARNATION = (1 << 63) - 5
 PAGE = 4096
+MAX_SLOT = 255
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_what_is_written_is_read(board: Board, view: BoardView) -> None:
     for slot in range(1, MAX_SLOT + 1):
         board.write(slot, slot * 1000)
     board.write(7, (1 << 63) - 1)
-    assert view.read(7) == board.read(7) == (1 << 63) - 1
+    assert view.read(7) == (1 << 63) - 1
     assert view.read(MAX_SLOT) == MAX_SLOT * 1000
     assert view.read(8) == 8000
 
@@ -90,8 +91,8 @@ def test_close(board: Board, view: BoardView) -> None:
     for closed in (board, view):
         closed.close()
         closed.close()
-        with pytest.raises(ClosedError, match="board is closed"):
-            closed.read(1)
+    with pytest.raises(ClosedError, match="board is closed"):
+        view.read(1)
     with pytest.raises(ClosedError, match="board is closed"):
         board.write(1, 1)
 
@@ -138,13 +139,12 @@ def test_a_fork(board: Board, view: BoardView) -> None:
 
     def check() -> None:
         assert not is_open(number)
-        for use in (lambda: board.read(1), lambda: board.write(1, 6)):
-            with pytest.raises(ForkedError, match="board belongs to the parent"):
-                use()
+        with pytest.raises(ForkedError, match="board belongs to the parent"):
+            board.write(1, 6)
         board.after_fork_in_child()
         board.close()
         with pytest.raises(ForkedError):
-            board.read(1)
+            board.write(1, 6)
         assert view.read(1) == 5
         view.close()
         assert "busync-board" not in Path("/proc/self/maps").read_text()

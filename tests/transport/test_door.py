@@ -568,6 +568,17 @@ def test_the_number_is_closed_with_the_last_reference() -> None:
     theirs.close()
 
 
+def test_one_that_the_garbage_collector_finds_is_closed_in_silence() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    knot: list[object] = [DoorConnection(ours)]
+    knot.append(knot)
+    fds = open_fds()
+    del ours, knot
+    gc.collect()
+    assert open_fds() == fds - 1
+    theirs.close()
+
+
 def test_close_forgets_what_waits() -> None:
     fds = open_fds()
     left, right = map(DoorConnection, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))

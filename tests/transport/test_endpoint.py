@@ -80,7 +80,6 @@ def test_paths(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
 def test_the_files_of_an_endpoint() -> None:
     endpoint = Endpoint.resolve("/x/y")
     assert endpoint.bus_path == "/x/y/bus"
-    assert endpoint.bus_address == "ipc:///x/y/bus"
     assert endpoint.door_path == "/x/y/door"
     assert endpoint.lock_path == "/x/y/lock"
 

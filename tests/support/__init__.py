@@ -1,0 +1,1 @@
+"""What several tests share: leak checks, loop checks, patterns, and scripted child processes."""
