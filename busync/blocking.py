@@ -22,13 +22,12 @@ from busync import forks
 from busync import subscriber as aio
 from busync.calls import settle
 from busync.errors import ClosedError, UsageError
-from busync.handles import NameMap, Source
+from busync.handles import NameMap, Source, Tensors
 from busync.ids import DEFAULT_TOPIC, check_label
 from busync.protocol.waits import WaitFor
 from busync.publisher import WAIT_TIMEOUT, LoanBase, PublisherBase
 from busync.publishing import PublishReport, Wait
 from busync.snapshot import Snapshot as AsyncSnapshot
-from busync.snapshot import Tensors
 from busync.wire import Value
 
 if TYPE_CHECKING:
@@ -91,10 +90,10 @@ class Loan(LoanBase):
         call = self._lend()
         try:
             self._lent = call.block()
-        except KeyboardInterrupt:
+        except BaseException:
             back = self._give_back_unseen(call)
             if back is not None:
-                back.block()
+                back.block(cancel=False)
             raise
         return self
 
@@ -103,7 +102,7 @@ class Loan(LoanBase):
     ) -> None:
         call = self._give_back()
         if call is not None:
-            call.block()
+            call.block(cancel=False)
 
     def publish(
         self, *, label: str = "", values: Mapping[str, Value] | None = None, wait: Wait = "none",
@@ -269,6 +268,11 @@ class Subscriber(forks.ForkAware):
     def lag(self) -> int:
         """As ``busync.Subscriber.lag``."""
         return self._inner.lag
+
+    @property
+    def incarnation(self) -> int | None:
+        """As ``busync.Subscriber.incarnation``."""
+        return self._inner.incarnation
 
     @property
     def connected(self) -> bool:

@@ -64,8 +64,8 @@ class Call(Generic[T]):
         failed = self._future.cancelled() or self._future.exception() is not None
         return None if failed else self._future.result()
 
-    async def wait(self) -> T:
-        """The result, for a coroutine. Cancelling cancels the call and waits for its end."""
+    async def wait(self, *, cancel: bool = True) -> T:
+        """The result, for a coroutine. Cancelling cancels the call (if ``cancel``) and waits for its end."""
         wrapped = asyncio.wrap_future(self._future)
         cancelled = False
         while not wrapped.done():
@@ -73,20 +73,23 @@ class Call(Generic[T]):
                 await asyncio.wait([wrapped])
             except asyncio.CancelledError:
                 cancelled = True
-                self._cancel()
+                if cancel:
+                    self._cancel()
         if cancelled:
             wrapped.exception()
             raise asyncio.CancelledError
         return wrapped.result()
 
-    def block(self) -> T:
-        """The result, for plain code. An interrupt (Ctrl-C) cancels the call and waits for its end."""
+    def block(self, *, cancel: bool = True) -> T:
+        """As ``wait``, for plain code, and what a signal handler raises (Ctrl-C) for a cancellation."""
         try:
-            return self._future.result()
-        except KeyboardInterrupt:
-            self._cancel()
+            concurrent.futures.wait([self._future])
+        except BaseException:
+            if cancel:
+                self._cancel()
             concurrent.futures.wait([self._future])
             raise
+        return self._future.result()
 
 
 async def settle(future: asyncio.Future[Any]) -> bool:

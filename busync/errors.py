@@ -58,7 +58,9 @@ class OptionError(BusyncError, ValueError):
         self.option = option
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{option}={value!r} is not allowed", f"use {allowed}")
+        shown = repr(value)
+        shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+        super().__init__(f"{option}={shown} is not allowed", f"use {allowed}")
 
 
 class UsageError(BusyncError):

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from torch import nn
+
 from busync.calls import Call, finish
 from busync.errors import ClosedError, LoanInUse, OptionError, UsageError
-from busync.handles import LoanBuffer, Source, flatten
+from busync.handles import LoanBuffer, Source, Tensors, flatten
 from busync.ids import DEFAULT_TOPIC, check_label
 from busync.options import PublisherOptions, WhenFull, check_seconds
 from busync.protocol.waits import WaitFor
@@ -37,6 +39,12 @@ if TYPE_CHECKING:
 WAIT_TIMEOUT = 30.0  #: seconds that a publish waits for acks unless told otherwise
 
 
+def _uids(uids: object) -> frozenset[int]:
+    if isinstance(uids, Iterable):
+        return frozenset(uids)
+    raise OptionError("allow_uids", uids, "a list of user ids")
+
+
 class PublisherBase:
     """What the asyncio and the plain publisher share: options, the thread, and checked calls into it."""
 
@@ -55,7 +63,7 @@ class PublisherBase:
         self._closed = False
         self.options = PublisherOptions(
             max_segments=max_segments, max_held=max_held, when_full=when_full, lease_timeout=lease_timeout,
-            allow_uids=frozenset(allow_uids), copy_threads=copy_threads,
+            allow_uids=_uids(allow_uids), copy_threads=copy_threads,
         )  # fmt: skip
         self.endpoint = Endpoint.resolve(endpoint)
 
@@ -69,16 +77,20 @@ class PublisherBase:
     def _stop(self) -> Server | None:
         self._closed = True
         server, self._server = self._server, None
-        if server is not None:
-            server.ask_to_stop()
+        if server is None or os.getpid() != server.pid:
+            return None  # a forked child has nothing to stop
+        server.ask_to_stop()
         return server
 
     def _publish(self, source: Source, topic: str, label: str, wait: Wait, timeout: float) -> Call[PublishReport]:
         check_label("topic", topic)
         check_label("label", label, empty=True)
         check_seconds("timeout", timeout)
+        check_wait(wait)
         server = ensure_usable(self._server, "publisher")
-        return server.call(publish(server, source, topic, label, check_wait(wait), timeout))
+        if isinstance(source, nn.Module):  # in the caller's thread, where its hooks belong
+            source = source.state_dict(keep_vars=True)
+        return server.call(publish(server, source, topic, label, wait, timeout))
 
     def _wait(self, version: int, what: WaitFor, timeout: float, topic: str) -> Call[None]:
         check_seconds("timeout", timeout)
@@ -218,7 +230,7 @@ class LoanBase:
         return server.call(lend(server, like, self._topic))
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> Tensors:
         """The loan's tensors by name, uninitialised and writable.
 
         Raises:
@@ -287,7 +299,7 @@ class Loan(LoanBase):
         except asyncio.CancelledError:
             back = self._give_back_unseen(call)
             if back is not None:
-                await back.wait()
+                await back.wait(cancel=False)
             raise
         return self
 
@@ -296,7 +308,7 @@ class Loan(LoanBase):
     ) -> None:
         call = self._give_back()
         if call is not None:
-            await call.wait()
+            await call.wait(cancel=False)
 
     async def publish(
         self, *, label: str = "", values: Mapping[str, Value] | None = None, wait: Wait = "none",

@@ -7,14 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal, TypeVar
 
 import torch
-from torch import nn
 
 from busync.calls import finish
-from busync.errors import BusyncError, OptionError, WaitTimeout
+from busync.errors import BusyncError, OptionError, UsageError, WaitTimeout
 from busync.handles import Flat, Job, LoanBuffer, Plan, Segment, Source, flatten, like_plan, plan
 from busync.ids import SessionId, Version
 from busync.manifest import Manifest
@@ -115,10 +113,12 @@ async def publish_lent(
     server: Server, lent: Lent, label: str, values: dict[str, Value], wait: Wait, timeout: float
 ) -> PublishReport:
     """Commit a loan that the caller has let go of; see ``Loan.publish``."""
+    if lent.over:
+        raise UsageError("the loan is over")
+    lent.over = True
     expected = server.core.attached(lent.topic)
     version = _commit(server, lent.reservation, lent.layout, label, values)
     assert version is not None, "the loan's references were checked before"
-    lent.over = True
     return await _report(server, lent.topic, version, expected, wait, timeout, lent.waited)
 
 
@@ -132,6 +132,8 @@ async def give_back(server: Server, lent: Lent, *, referenced: bool) -> None:
 
 async def wait_for(server: Server, topic: str, version: int, what: WaitFor, timeout: float) -> None:
     """See ``Publisher.wait``."""
+    if what not in ("acked", "released"):
+        raise OptionError("what", what, '"acked" or "released"')
     known = server.core.topics.get(topic)
     if type(version) is not int or known is None or not 1 <= version <= known.version:
         newest = known.version if known else 0
@@ -158,8 +160,6 @@ async def _plan(server: Server, source: Source) -> tuple[Flat, Plan]:
 
 
 def _is_small(source: Source) -> bool:
-    if isinstance(source, nn.Module):
-        return len(list(islice(source.parameters(), SMALL_TENSORS + 1))) <= SMALL_TENSORS
     if not isinstance(source, Mapping) or len(source) > SMALL_TENSORS:
         return False
     return all(isinstance(value, torch.Tensor) or type(value) in VALUE_TYPES for value in source.values())

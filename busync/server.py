@@ -73,6 +73,7 @@ class Server(forks.ForkAware):
     """One publisher's thread. ``start`` before anything else, ``ask_to_stop`` at the end."""
 
     def __init__(self, endpoint: Endpoint, options: PublisherOptions) -> None:
+        raise_fd_limit()
         self.endpoint = endpoint
         self.options = options
         self.core = PublisherProtocol(options, new_incarnation())
@@ -102,10 +103,14 @@ class Server(forks.ForkAware):
 
     def start(self) -> None:
         """Start the thread. ``ready`` tells when it serves, or why not: EndpointError, FdError, AllocationError."""
-        raise_fd_limit()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no thread left
+            self.loop.close()
+            self.ended.set_result(None)
+            raise
         forks.register(self)
         _running.add(self)
-        self._thread.start()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
         """Run a coroutine on the thread."""
@@ -152,10 +157,10 @@ class Server(forks.ForkAware):
             self.ready.set_result(None)
             await self._stop_asked.wait()
         self._ending = True
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # one that ends may start another
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         self._close()
 
     def _open(self) -> None:
@@ -194,8 +199,8 @@ class Server(forks.ForkAware):
             try:
                 door = self.listener.accept()
             except FdError as error:
-                logger.warning("a subscriber was turned away: %s", error)
-                return
+                logger.warning("%s", error)
+                break
             if door is None:
                 break
             token = new_token()
@@ -311,7 +316,12 @@ class Server(forks.ForkAware):
         assert self.bus is not None, "sent before opened"
         if peer is None:
             return
-        sent = self.bus.send(peer.token, data)
+        try:
+            sent = self.bus.send(peer.token, data)
+        except BusyncError as error:  # of this peer alone: the others must get what they were granted
+            logger.warning("session of pid %d ends: %s", peer.door.peer.pid, error)
+            self._lose(peer)
+            return
         if sent is not Sent.SENT:
             reason = "it does not read its bus" if sent is Sent.FULL else "its bus connection ended"
             logger.info("session of pid %d ends: %s", peer.door.peer.pid, reason)
@@ -388,6 +398,8 @@ class Server(forks.ForkAware):
 
     def status(self) -> dict[str, Any]:
         """See ``Publisher.status``."""
+        if self.bus is not None:
+            self.core.counters["malformed on the bus"] = self.bus.malformed
         return {
             "endpoint": self.endpoint.directory,
             "incarnation": self.core.incarnation,
@@ -397,7 +409,6 @@ class Server(forks.ForkAware):
     def after_fork_in_child(self) -> None:
         """The thread is not here. Its loop must never be collected: that would touch the parent's epoll."""
         forks.immortal(self.loop)
-        self.pool.after_fork_in_child()
 
 
 def _take(calls: deque[Call[Any]]) -> Iterator[Call[Any]]:

@@ -13,12 +13,11 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
 
 from busync import forks
 from busync.errors import BusyncError, ProtocolError, ViolationError
 from busync.fds import OwnedFd
-from busync.handles import PrivateMapping, TensorBuilder, check_segment, map_private, map_readonly
+from busync.handles import Memory, PrivateMapping, TensorBuilder, check_segment, live_names, map_private, map_readonly
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
 from busync.manifest import Manifest
 from busync.protocol import effects as fx
@@ -50,7 +49,7 @@ class AttachedSegment:
         """The mapping that loads copy from; no tensor of the user ever points into it.
 
         Raises:
-            AttachError: it cannot be mapped.
+            AllocationError: it cannot be mapped.
         """
         with forks.fork_lock:
             if self._readonly is None:
@@ -77,7 +76,8 @@ class Hold:
         self.manifest = manifest
         self.segment = segment
         self.mapped = False  #: tensors of the user may point into the segment
-        self._memory: Mapping[int, weakref.ref[memoryview]] = {}  #: by alias group: alive while a tensor of it is
+        #: of each mapping. Not its builder: that refers to the mapping, and the mapping to this hold
+        self._memories: list[Memory] = []
         release = weakref.finalize(
             self, _release, session.door, encode(Release(lease=lease)), os.getpid(), session.ended, lease
         )
@@ -87,7 +87,7 @@ class Hold:
         """A builder of tensors over a private copy-on-write mapping, which keeps this hold alive.
 
         Raises:
-            AttachError: it cannot be mapped.
+            AllocationError: it cannot be mapped.
         """
         if self.segment is None:
             return TensorBuilder(memoryview(b""), self.manifest)
@@ -96,12 +96,11 @@ class Hold:
             mapping.hold = self
             self.mapped = True
         builder = TensorBuilder(memoryview(mapping), self.manifest)
-        self._memory = builder.memory  # not the builder: it refers to the mapping, and the mapping to this hold
+        self._memories.append(builder.memory)
         return builder
 
     def __str__(self) -> str:
-        live = {group for group, memory in self._memory.items() if memory() is not None}
-        names = [spec.name for spec in self.manifest.tensors if spec.group in live]
+        names = [name for memory in self._memories for name in live_names(self.manifest, memory)]
         if not names:
             return f"version {self.version}: its snapshot"
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
@@ -245,8 +244,7 @@ class Session(forks.ForkAware):
             self.door.send(encode(Abandon(leases=mapped)))
 
     def after_fork_in_child(self) -> None:
-        """Close what would keep the parent's session or memory alive; touch neither loops nor ZeroMQ."""
-        self.door.after_fork_in_child()
+        """Close what would keep the parent's memory alive; the sockets look after themselves."""
         kept = {hold.segment for hold in list(self.holds.values()) if hold.segment is not None}
         for segment in kept | set(self.segments.values()):
             segment.after_fork_in_child()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from busync import forks
 from busync.calls import finish
 from busync.errors import AllocationError, AttachError, BusyncError, MismatchError, UsageError
-from busync.handles import NameMap, TensorBuilder, plan_load
+from busync.handles import NameMap, TensorBuilder, Tensors, plan_load
 from busync.ids import Incarnation, Version
 from busync.manifest import Manifest
 from busync.protocol.effects import Granted
@@ -19,7 +19,6 @@ from busync.session import Hold
 from busync.wire import NackCode, Value
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 #: Loads of fewer bytes run on the loop's own thread: a hop to another one costs more.
@@ -42,36 +41,6 @@ class SnapshotOwner(Protocol):
 
     async def wait_digest(self, version: Version, timeout: float) -> bytes:
         """The publisher's digest of a version."""
-
-
-class Tensors(Mapping[str, "torch.Tensor"]):
-    """The tensors of one version by name, made when first asked for.
-
-    Plain tensors without gradient, over memory that is shared with the publisher copy-on-write: an edit in place stays
-    in this process. They keep strides, and tied names share one storage. The version stays leased for as long as this
-    mapping or any tensor, view or module parameter made from it lives.
-    """
-
-    def __init__(self, hold: Hold) -> None:
-        self._builder: TensorBuilder = hold.map_private()
-        self._hold = hold
-        self._specs = {spec.name: spec for spec in hold.manifest.tensors}
-        self._built: dict[str, torch.Tensor] = {}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._built.get(name)
-        if tensor is None:
-            tensor = self._built[name] = self._builder.build(self._specs[name])
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-    def __repr__(self) -> str:
-        return f"<{len(self._specs)} tensors of version {self._hold.version}>"
 
 
 class Snapshot:
@@ -104,7 +73,11 @@ class Snapshot:
 
     @property
     def tensors(self) -> Tensors:
-        """The version's tensors by name; see ``Tensors``.
+        """The version's tensors by name, each made when it is first asked for.
+
+        Plain tensors without gradient, over memory that is shared with the publisher copy-on-write: an edit in place
+        stays in this process. They keep strides, and tied names share one storage. The version stays leased for as long
+        as this mapping or any tensor, view or module parameter made from it lives.
 
         Raises:
             UsageError: the snapshot was released or spent by ``load_into``.
@@ -113,7 +86,7 @@ class Snapshot:
         hold = self._held()
         if self._tensors is None:
             try:
-                self._tensors = Tensors(hold)
+                self._tensors = Tensors(hold.map_private(), hold)
             except (AttachError, AllocationError) as error:
                 self._owner.fail(hold, "attach", str(error))
                 raise
@@ -133,6 +106,7 @@ class Snapshot:
             MismatchError: the version does not fit; nothing was changed, and the publisher is told.
             UsageError: the snapshot was released or spent.
             AllocationError: the memory cannot be mapped.
+            ClosedError: the subscriber was closed.
         """
         hold = self._held()
         cancelled = False
@@ -140,7 +114,9 @@ class Snapshot:
             if self.nbytes < INLINE_LOAD_BYTES:
                 self._copy(hold, modules, strict, map)
             else:
-                cancelled = await finish(self._owner.run(lambda: self._copy(hold, modules, strict, map)))
+                # The thread may refer to the job a little longer than we wait for it, so the job gives the hold up.
+                box = [hold]
+                cancelled = await finish(self._owner.run(lambda: self._copy(box.pop(), modules, strict, map)))
         except (MismatchError, AttachError, AllocationError) as error:
             self._owner.fail(hold, "apply" if isinstance(error, MismatchError) else "attach", str(error))
             raise

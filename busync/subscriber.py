@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from busync import forks
+from busync.attachment import Attachment
 from busync.calls import settle
 from busync.errors import (
     BusyncError,
@@ -28,13 +29,11 @@ from busync.ids import DEFAULT_TOPIC, Incarnation, Version
 from busync.options import SubscriberOptions, check_seconds
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
-from busync.session import Hold, Session, SessionEnded
+from busync.session import Hold, Session
 from busync.snapshot import Snapshot
 from busync.transport.endpoint import Endpoint
 from busync.wire import NackCode
 
-FIRST_BACKOFF, LAST_BACKOFF = 0.02, 1.0  #: seconds between attempts to attach
-ATTACH_TIMEOUT = 5.0  #: seconds that one attempt may take
 POLL_WINDOW = 0.002  #: seconds that poll() gives a version to arrive
 #: Refusals that trying again cannot change.
 FINAL_REFUSALS = frozenset({"uid", "wire-version", "topics"})
@@ -91,19 +90,16 @@ class Subscriber(forks.ForkAware):
         self.topic = topic
         self.name = name or f"pid-{os.getpid()}"
         self._core = SubscriberProtocol(topic, self.name, digests=digests)
-        self._session: Session | None = None
-        self._watched: list[int] = []
+        self._attachment: Attachment  #: once opened
+        self._opened = False
         self._waiters: list[_Waiter] = []
         self._prefetched: Snapshot | None = None
         self._handed: tuple[Session, Version] | None = None  #: acknowledged when the next one is asked for
         #: The newest that a caller got. A grant is not enough: whoever waited for it may have been cancelled.
         self._given: tuple[Incarnation | None, Version] = (None, Version(0))
         self._digests: dict[Version, asyncio.Future[bytes]] = {}
-        self._lost_reason: BusyncError = PublisherLost(self.endpoint.directory, "not connected yet")
-        self._refusal: RefusedError | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._keeper: asyncio.Task[None] | None = None
-        self._changed: asyncio.Event | None = None
+        self._last: fx.Granted | None = None  #: of this session
+        self._final: BusyncError | None = None  #: why there will never be a session again
         self._executor: ThreadPoolExecutor | None = None
         self._job: asyncio.Future[None]
         self._closed = False
@@ -120,30 +116,26 @@ class Subscriber(forks.ForkAware):
             EndpointError: the endpoint's directory is not to be trusted.
         """
         forks.ensure_same_process(self._pid, "subscriber")
-        if self._closed or self._loop is not None:
+        if self._closed or self._opened:
             raise ClosedError("subscriber") if self._closed else UsageError("this subscriber is open already")
         self.endpoint.check_client()
-        self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
+        self._attachment = Attachment(self.endpoint, self._core, self)
+        self._opened = True
         forks.register(self)
-        self._keeper = self._loop.create_task(self._keep_attached(), name=f"busync-{self.name}")
         try:
             async with asyncio.timeout(self.options.connect_timeout):
-                while not self._core.attached and self._refusal is None:
-                    self._changed.clear()
-                    await self._changed.wait()
+                while not self._core.attached and self._final is None:
+                    await self._attachment.wait_change()
         except TimeoutError:
+            reason = f"none within {self.options.connect_timeout:g} s ({self._attachment.lost_reason})"
             await self.close()
-            raise PublisherLost(
-                self.endpoint.directory,
-                f"none within {self.options.connect_timeout:g} s ({self._lost_reason})",
-            ) from None
+            raise PublisherLost(self.endpoint.directory, reason) from None
         except BaseException:
             await self.close()
             raise
-        if self._refusal is not None:
+        if self._final is not None:
             await self.close()
-            raise self._refusal
+            raise self._final
         return self
 
     async def __aexit__(
@@ -161,12 +153,11 @@ class Subscriber(forks.ForkAware):
         for waiter in self._waiters:
             waiter.fail(error)
         self._waiters.clear()
-        self._lose(error)
         cancelled = False
-        if self._keeper is not None:
-            self._keeper.cancel()
-            cancelled = await settle(self._keeper)
-            self._keeper = None  # or else it would take a garbage collection to free this object
+        if self._opened:
+            cancelled = await self._attachment.close(error)
+            self._opened = False
+            del self._attachment  # it refers back
         if self._executor is not None:
             cancelled = await settle(self._job) or cancelled
             self._executor.shutdown(wait=True)
@@ -232,10 +223,10 @@ class Subscriber(forks.ForkAware):
         try:
             while waiter.snapshot is None and (left := stop_at - time.monotonic()) > 0 and self._session is not None:
                 watch = select.poll()
-                for fd in self._fds(self._session):
+                for fd in self._attachment.fds():
                     watch.register(fd, select.POLLIN)
                 watch.poll(left * 1000)
-                self._turn()
+                self._attachment.turn()
         finally:
             self._remove(waiter)
         return self._hand_over(waiter.snapshot) if waiter.snapshot is not None else None
@@ -263,7 +254,8 @@ class Subscriber(forks.ForkAware):
         """Whether the publisher counts this subscriber now. Looks at what has arrived first."""
         if self._closed or os.getpid() != self._pid:
             return False
-        self._turn()
+        if self._opened:
+            self._attachment.turn()
         return self._core.attached
 
     @property
@@ -282,7 +274,7 @@ class Subscriber(forks.ForkAware):
     def _say_ack(self, session: Session, version: Version) -> None:
         if session is self._session:
             self._core.ack(version)
-            self._handle(session.say())
+            self.handle(session.say())
 
     def fail(self, hold: Hold, code: NackCode, text: str) -> None:
         """Send Nack for the hold's version, unless its session is over."""
@@ -290,7 +282,7 @@ class Subscriber(forks.ForkAware):
             if self._handed == (self._session, hold.version):
                 self._handed = None  # asking for the next one does not acknowledge it
             self._core.nack(hold.version, code, text)
-            self._handle(self._session.say())
+            self.handle(self._session.say())
 
     def run(self, job: Callable[[], None]) -> asyncio.Future[None]:
         """Run a blocking job on a thread of this subscriber's own.
@@ -298,11 +290,11 @@ class Subscriber(forks.ForkAware):
         Raises:
             ClosedError: the subscriber is closed.
         """
-        if self._closed or self._loop is None:
+        if self._closed:
             raise ClosedError("subscriber")
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="busync-load")
-        self._job = self._loop.run_in_executor(self._executor, job)  # one thread: the last one ends last
+        self._job = self._attachment.loop.run_in_executor(self._executor, job)  # one thread: the last one ends last
         return self._job
 
     async def wait_digest(self, version: Version, timeout: float) -> bytes:
@@ -317,29 +309,32 @@ class Subscriber(forks.ForkAware):
             raise WaitTimeout(f"the digest of version {version}", timeout, [self.endpoint.directory]) from None
 
     def _digest(self, version: Version) -> asyncio.Future[bytes]:
-        assert self._loop is not None, "not opened"
         future = self._digests.get(version)
         if future is None:
             for old in [v for v in self._digests if v < version and self._digests[v].done()]:
                 del self._digests[old]
-            future = self._digests[version] = self._loop.create_future()
+            future = self._digests[version] = self._attachment.loop.create_future()
             # Nobody may ever ask; an exception that nobody reads is not worth a warning.
             future.add_done_callback(lambda f: f.cancelled() or f.exception())
         return future
 
     # Inside: asking
 
+    @property
+    def _session(self) -> Session | None:
+        return self._attachment.session if self._opened else None
+
     def _begin(self) -> None:
         forks.ensure_same_process(self._pid, "subscriber")
         if self._closed:
             raise ClosedError("subscriber")
-        if self._loop is None:
+        if not self._opened:
             raise UsageError("this subscriber is not open", "use it inside `async with`")
-        if asyncio._get_running_loop() not in (None, self._loop):
+        if asyncio._get_running_loop() not in (None, self._attachment.loop):
             raise UsageError("this subscriber belongs to another event loop", "open one per loop")
-        self._turn()
-        if self._refusal is not None:
-            raise self._refusal
+        self._attachment.turn()
+        if self._final is not None:
+            raise self._final
         if self._handed is not None:
             (session, version), self._handed = self._handed, None
             self._say_ack(session, version)
@@ -355,19 +350,20 @@ class Subscriber(forks.ForkAware):
         if ready is not None:
             return self._hand_over(ready)
         self._check_held()
-        assert self._loop is not None, "checked by _begin"
-        waiter = _Waiter(have, self._loop.create_future())
+        future: asyncio.Future[Snapshot] = self._attachment.loop.create_future()
+        waiter = _Waiter(have, future)
         self._add(waiter)
-        assert waiter.future is not None, "made above"
         try:
             async with asyncio.timeout(timeout):
-                snapshot = await waiter.future
+                snapshot = await future
         except TimeoutError:
-            missing = [str(self._lost_reason)] if not self._core.attached else []
+            missing = [str(self._attachment.lost_reason)] if self._opened and not self._core.attached else []
             raise WaitTimeout(what, timeout or 0.0, missing) from None
         finally:
             self._remove(waiter)
-            waiter.snapshot = None
+            # An exception keeps this frame, and a version may have come in the very moment of the cancellation.
+            waiter.snapshot = waiter.future = None
+            del future
         return self._hand_over(snapshot)
 
     def _hand_over(self, snapshot: Snapshot) -> Snapshot:
@@ -394,8 +390,6 @@ class Subscriber(forks.ForkAware):
         hold = next((h for h in list(session.holds.values()) if h.version == last.version), None)
         return Snapshot(self, last, hold, session.incarnation) if hold is not None else None
 
-    _last: fx.Granted | None = None  #: of this session
-
     def _take_prefetched(self, least: Version) -> Snapshot | None:
         snapshot, self._prefetched = self._prefetched, None
         if snapshot is None or self._session is None or snapshot.version < max(least, self._session.newest):
@@ -407,8 +401,11 @@ class Subscriber(forks.ForkAware):
         session = self._session
         if session is None or not self._core.attached or len(self._core.leases) < self._core.max_held:
             return
+        self._attachment.turn()  # a release may have been sent that the books do not know yet
+        if len(self._core.leases) < self._core.max_held:
+            return
         gc.collect()
-        self._turn()
+        self._attachment.turn()
         if len(self._core.leases) >= self._core.max_held:
             raise PinnedError(self._core.max_held, [str(hold) for hold in list(session.holds.values())])
 
@@ -430,87 +427,18 @@ class Subscriber(forks.ForkAware):
         if have is None and self.options.prefetch and self._prefetched is None and len(core.leases) < core.max_held:
             have = self.adopted
         core.demand(have)
-        self._handle(session.say())
+        self.handle(session.say())
 
     # Inside: the session
 
-    async def _keep_attached(self) -> None:
-        """Attach, wait for the end of the session, and start again, for ever."""
-        assert self._changed is not None, "not opened"
-        assert self._loop is not None, "not opened"
-        backoff = FIRST_BACKOFF
-        while True:
-            try:
-                with forks.fork_lock:
-                    session = self._session = Session(self.endpoint, self._core)
-            except OSError as error:
-                reason = "nobody is there" if isinstance(error, (FileNotFoundError, ConnectionRefusedError)) else error
-                self._lost_reason = PublisherLost(self.endpoint.directory, str(reason))
-            except BusyncError as error:
-                self._lost_reason = error
-            else:
-                self._watch(session)
-                late = self._loop.call_later(ATTACH_TIMEOUT, self._check_attached, session)
-                try:
-                    self._turn()
-                    while self._session is session:
-                        if self._core.attached:
-                            backoff = FIRST_BACKOFF
-                        self._changed.clear()
-                        await self._changed.wait()
-                finally:
-                    late.cancel()
-                    del session, late  # the traceback of a cancellation keeps this frame
-            await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, LAST_BACKOFF)
-
-    def _check_attached(self, session: Session) -> None:
-        if self._session is session and not self._core.attached:
-            self._lose(PublisherLost(self.endpoint.directory, f"it did not answer within {ATTACH_TIMEOUT:g} s"))
-
-    def _fds(self, session: Session) -> list[int]:
-        fds = [session.door.fileno()]
-        if session.bus is not None:
-            fds += [session.bus.fileno(), session.bus.monitor_fileno()]
-        return fds
-
-    def _watch(self, session: Session) -> None:
-        assert self._loop is not None, "not opened"
-        for fd in self._fds(session):
-            if fd not in self._watched:
-                self._loop.add_reader(fd, self._turn)
-                self._watched.append(fd)
-
-    def _turn(self) -> None:
-        """Handle what has arrived, without waiting."""
-        session = self._session
-        if session is None or self._loop is None:
-            return
-        events: list[fx.SubscriberEffect] = []
-        try:
-            try:
-                session.turn(events)
-            finally:
-                self._handle(events)
-        except BusyncError as error:
-            self._lose(error)
-            return
-        if self._session is not session:
-            return
-        if len(self._watched) == 1:
-            self._watch(session)
-        if session.more or (session.bus is not None and session.bus.has_input()):
-            self._loop.call_soon(self._turn)
-        if session.door.pending:
-            self._loop.call_later(0.005, self._turn)
-
-    def _handle(self, events: list[fx.SubscriberEffect]) -> None:
+    def handle(self, events: list[fx.SubscriberEffect]) -> None:
+        """What the session has for the application; called by the attachment."""
         for event in events:
             match event:
                 case fx.Attached():
                     for waiter in self._waiters:
                         waiter.have = waiter.evaluate()
-                    self._note_change()
+                    self._attachment.note_attached()
                     self._update_demand()
                 case fx.Granted():
                     self._granted(event)
@@ -520,6 +448,20 @@ class Subscriber(forks.ForkAware):
                         future.set_result(digest)
                 case fx.Rejected(code, text):
                     raise RefusedError(self.endpoint.directory, code, text)
+
+    def session_ended(self, error: BusyncError) -> None:
+        """The session is over; called by the attachment. Calls go on waiting unless trying again cannot help."""
+        self._prefetched = self._handed = self._last = None
+        for version, future in list(self._digests.items()):
+            if not future.done():
+                future.set_exception(error)
+            del self._digests[version]
+        if type(error) is BusyncError or (isinstance(error, RefusedError) and error.code in FINAL_REFUSALS):
+            self._final = error
+        elif isinstance(error, PublisherLost | RefusedError):
+            return
+        for waiter in self._waiters:
+            waiter.fail(error)
 
     def _granted(self, granted: fx.Granted) -> None:
         session = self._session
@@ -534,44 +476,12 @@ class Subscriber(forks.ForkAware):
             self._prefetched = Snapshot(self, granted, hold, session.incarnation)
         self._update_demand()
 
-    def _lose(self, error: BusyncError) -> None:
-        """The session is over; the keeper starts the next one."""
-        session, self._session = self._session, None
-        if session is None or self._loop is None:
-            return
-        for fd in self._watched:
-            self._loop.remove_reader(fd)
-        self._watched.clear()
-        session.close()
-        self._prefetched = self._handed = self._last = None
-        if isinstance(error, SessionEnded):
-            error = PublisherLost(self.endpoint.directory, error.text)
-        self._lost_reason = error
-        for version, future in list(self._digests.items()):
-            if not future.done():
-                future.set_exception(error)
-            del self._digests[version]
-        if isinstance(error, RefusedError) and error.code in FINAL_REFUSALS:
-            self._refusal = error
-            for waiter in self._waiters:
-                waiter.fail(error)
-        elif not isinstance(error, PublisherLost | RefusedError | ClosedError):
-            for waiter in self._waiters:
-                waiter.fail(error)
-        self._note_change()
-
-    def _note_change(self) -> None:
-        if self._changed is not None:
-            self._changed.set()
-
-    # Forks
-
-    def before_fork(self) -> None:
-        """Nothing: the session takes back its word by itself."""
+    # Forks and copies
 
     def after_fork_in_child(self) -> None:
         """The child has no session; finalizers of what it inherited do nothing."""
-        self._session = None
+        if self._opened:
+            self._attachment.session = None
 
     def __reduce__(self) -> Any:
         raise UsageError("a subscriber cannot be pickled", "pass the endpoint's name and open one there")

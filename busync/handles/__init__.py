@@ -12,7 +12,7 @@
 Nothing here knows about messages, sockets or leases.
 """
 
-from busync.handles.build import LoanBuffer, TensorBuilder
+from busync.handles.build import LoanBuffer, Memory, TensorBuilder, Tensors, live_names
 from busync.handles.copying import Job
 from busync.handles.digest import content_digest
 from busync.handles.layout import Plan, like_plan, plan
@@ -33,17 +33,20 @@ __all__ = [
     "Job",
     "LoadPlan",
     "LoanBuffer",
+    "Memory",
     "NameMap",
     "Plan",
     "PrivateMapping",
     "Segment",
     "Source",
     "TensorBuilder",
+    "Tensors",
     "check_segment",
     "content_digest",
     "create_segment",
     "flatten",
     "like_plan",
+    "live_names",
     "map_private",
     "map_readonly",
     "open_segment",

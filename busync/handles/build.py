@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from busync.errors import ClosedError, HandleError
 from busync.handles.tensors import TORCH_DTYPES
 from busync.manifest import Manifest, TensorSpec
+
+#: By alias group: a weak reference to what lives as long as the group's storage.
+Memory = dict[int, weakref.ref[memoryview]]
 
 
 class TensorBuilder:
@@ -31,7 +35,7 @@ class TensorBuilder:
         assert len(self._buffer) >= manifest.nbytes
         self._flat: dict[int, torch.Tensor] = {}  # by group: one-dimensional, over all of its bytes
         #: by group: lives as long as the storage of the group's tensors, and does not keep it alive
-        self.memory: dict[int, weakref.ref[memoryview]] = {}
+        self.memory: Memory = {}
 
     def build(self, spec: TensorSpec) -> torch.Tensor:
         """The tensor of ``spec``, one of the manifest's: plain, without gradient. Takes a few microseconds.
@@ -85,24 +89,60 @@ class TensorBuilder:
 
     def live_names(self) -> list[str]:
         """After drop(): the names of all tensors whose memory something outside still refers to."""
-        live = {group for group, memory in self.memory.items() if memory() is not None}
-        return [spec.name for spec in self.manifest.tensors if spec.group in live]
+        return live_names(self.manifest, self.memory)
+
+
+def live_names(manifest: Manifest, memory: Memory) -> list[str]:
+    """The names of all tensors of a manifest whose memory is still referred to."""
+    live = {group for group, reference in memory.items() if reference() is not None}
+    return [spec.name for spec in manifest.tensors if spec.group in live]
+
+
+class Tensors(Mapping[str, torch.Tensor]):
+    """The tensors of one version by name, each made when it is first asked for.
+
+    Plain tensors without gradient that keep their strides; tied names share one storage. ``keep`` lives as long as this
+    mapping does.
+    """
+
+    def __init__(self, builder: TensorBuilder, keep: object = None) -> None:
+        self._builder = builder
+        self._keep = keep
+        self._specs = {spec.name: spec for spec in builder.manifest.tensors}
+        self._built: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._built.get(name)
+        if tensor is None:
+            tensor = self._built[name] = self._builder.build(self._specs[name])
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __repr__(self) -> str:
+        return f"<{len(self._specs)} tensors, {self._builder.manifest.nbytes} bytes>"
+
+    def drop(self) -> None:
+        """Drop every reference to the memory: the mapping is empty afterwards."""
+        self._built.clear()
+        self._specs.clear()
+        self._builder.drop()
 
 
 class LoanBuffer:
-    """The tensors of a loan, over the publisher's own writable mapping of a segment.
-
-    ``tensors`` maps every name of the manifest to a plain tensor without gradient; its content is undefined.
-    """
+    """The tensors of a loan, over the publisher's own writable mapping of a segment. Their content is undefined."""
 
     def __init__(self, mapping: memoryview | mmap.mmap | bytearray, manifest: Manifest) -> None:
         self._builder = TensorBuilder(mapping, manifest)
-        self.tensors: dict[str, torch.Tensor] = {spec.name: self._builder.build(spec) for spec in manifest.tensors}
+        self.tensors = Tensors(self._builder)
 
     def drop(self) -> None:
-        """Drop the loan's own references: empties ``tensors``."""
-        self.tensors.clear()
-        self._builder.drop()
+        """Drop the loan's own references; ``tensors`` is empty afterwards."""
+        self.tensors.drop()
 
     def in_use(self) -> list[str]:
         """After drop(): the names of tensors that the caller still refers to, by views and storages as well."""

@@ -7,11 +7,12 @@ waits: a publish that finds no segment leaves a reservation, which a later call 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
 from busync.errors import OptionError, PoolExhausted, ViolationError, WireVersionError
-from busync.ids import Incarnation, LeaseId, SegmentId, SessionId, Version
+from busync.ids import Incarnation, LeaseId, SegmentId, SessionId, Version, check_label
 from busync.options import PublisherOptions, WhenFull
 from busync.protocol import effects as fx
 from busync.protocol.guards import holds
@@ -53,6 +54,7 @@ class PublisherProtocol:
         self.topics: dict[str, Topic] = {}
         self.sessions: dict[SessionId, Session] = {}
         self.counters: Counter[str] = Counter()
+        self._greeting: dict[SessionId, float] = {}  #: sessions that are not attached yet, and when they end if not
         self._leases: dict[LeaseId, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
         self._waits: dict[int, Wait] = {}
@@ -70,15 +72,15 @@ class PublisherProtocol:
     def deadline(self) -> float | None:
         """When ``handle_timer`` wants to be called, at the latest."""
         times = [w.deadline_at for w in self._waits.values()]
-        times += [s.deadline_at for s in self.sessions.values() if s.deadline_at is not None]
+        times += self._greeting.values()
         # A reservation that has timed out and still waits can only be helped by an event, not by the clock.
         times += [t.queue[0].deadline_at for t in self.topics.values() if t.queue and t.ledger.relieve_possible()]
         return min(times, default=None)
 
     def handle_timer(self, now: float) -> None:
         """Let time pass."""
-        for session in [s for s in self.sessions.values() if s.deadline_at is not None and s.deadline_at <= now]:
-            self._end(session, "said nothing for too long")
+        for session_id in [s for s, deadline_at in self._greeting.items() if deadline_at <= now]:
+            self._end(self.sessions[session_id], "said nothing for too long")
         for topic in list(self.topics.values()):
             self._serve_queue(topic, now)
         for wait in [w for w in self._waits.values() if w.deadline_at <= now]:
@@ -135,7 +137,7 @@ class PublisherProtocol:
         for session in topic.sessions.values():
             self._try_grant(session)
         self._drop_layouts(layout)
-        self._after_change(topic, now)
+        self._serve_queue(topic, now)
         return version
 
     def discard(self, reservation_id: int, now: float, *, referenced: bool = False) -> None:
@@ -155,14 +157,14 @@ class PublisherProtocol:
             if not topic.ledger.step(entry, Event.DISCARD):
                 return
         del self._reservations[reservation_id]
-        self._after_change(topic, now)
+        self._serve_queue(topic, now)
 
     def allocation_failed(self, reservation_id: int, now: float) -> None:
         """The fresh segment of a reservation could not be made."""
         reservation = self._reservations.pop(reservation_id)
         assert reservation.entry is not None, "failed without a segment"
         reservation.topic.ledger.forget(reservation.entry)
-        self._after_change(reservation.topic, now)
+        self._serve_queue(reservation.topic, now)
 
     def digest_done(self, topic_name: str, version: Version, digest: bytes | None, now: float) -> None:
         """ComputeDigest is answered (None: it could not be computed)."""
@@ -173,13 +175,14 @@ class PublisherProtocol:
             if reader in self.sessions and digest is not None:
                 self._send_digest(self.sessions[reader], version, digest)
         topic.ledger.unpin(entry)
-        self._after_change(topic, now)
+        self._serve_queue(topic, now)
 
     # Sessions
 
     def connected(self, pid: int, uid: int, token: bytes, now: float) -> SessionId:
         """A subscriber's connection was accepted."""
-        session = Session(SessionId(next(self._ids)), pid, uid, token, now + GREETING_TIMEOUT)
+        session = Session(SessionId(next(self._ids)), pid, uid, token)
+        self._greeting[session.id] = now + GREETING_TIMEOUT
         self.sessions[session.id] = session
         return session.id
 
@@ -206,6 +209,8 @@ class PublisherProtocol:
                 self._withdraw(session, message)
             case Ack():
                 self._ack(session, message)
+                self._report(session)
+                return
             case Release():
                 lease = self._leases.get(LeaseId(message.lease))
                 if lease is not None and holds("own_lease", lease, session.id):
@@ -220,16 +225,18 @@ class PublisherProtocol:
                 session.reason = message.text
                 self.counters["nacks"] += 1
                 for wait in self._waits_for(topic):
-                    if wait.version <= message.version:
+                    if wait.what == "acked" and wait.version <= message.version:
                         wait.fail(session.id, message.text)
-        self._after_change(topic, now)
+        self._serve_queue(topic, now)
+        self._report(session)
 
     def joined(self, session_id: SessionId, now: float) -> None:
         """The session's routing id was seen on the bus: it is attached. Repetition changes nothing."""
         session = self.sessions.get(session_id)
         if session is None or session.ended or session.topic is None or session.attached:
             return
-        session.attached, session.deadline_at = True, None
+        session.attached = True
+        del self._greeting[session.id]
         self.counters["attached"] += 1
         self._effects.append(fx.SendBus(session.id, Joined(incarnation=self.incarnation)))
         self._try_grant(session)
@@ -239,6 +246,7 @@ class PublisherProtocol:
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
+        self._greeting.pop(session_id, None)
         topic = session.topic
         if topic is None:
             return
@@ -250,7 +258,10 @@ class PublisherProtocol:
             topic.ledger.break_lease(lease)
             self.counters["broken leases"] += 1
         session.leases.clear()
-        self._after_change(topic, now)
+        self._serve_queue(topic, now)
+        for wait in self._waits_for(topic):
+            if wait.over:
+                self._finish_wait(wait)
         if not topic.sessions and not topic.version and not topic.queue and not topic.ledger.entries:
             del self.topics[topic.name]
 
@@ -276,13 +287,13 @@ class PublisherProtocol:
 
         ``expected`` are the sessions that count from the start; those that ended since are reported as gone.
         """
-        topic = self.topic(topic_name)
+        topic = self.topics[topic_name]
         wait = Wait(next(self._ids), topic_name, version, what, need, dict(expected), deadline_at)
         self._waits[wait.id] = wait
         for session_id in expected:
             if session_id not in self.sessions:
                 wait.lose(session_id)
-        self._check_wait(topic, wait)
+        self._check_wait(topic, wait, topic.sessions.values())
         return wait.id
 
     def cancel_wait(self, wait_id: int) -> None:
@@ -294,7 +305,11 @@ class PublisherProtocol:
     def _hello(self, session: Session, hello: Hello, now: float) -> None:
         if session.topic is not None:
             raise ViolationError(self._peer(session), "a second Hello")
-        session.name = hello.name or f"pid-{session.pid}"
+        try:
+            check_label("topic", hello.topic)
+            session.name = check_label("name", hello.name, empty=True) or f"pid-{session.pid}"
+        except OptionError as error:
+            raise ViolationError(self._peer(session), str(error)) from None
         if hello.wire != WIRE_VERSION:
             self.refuse(session.id, "wire-version", str(WireVersionError(WIRE_VERSION, hello.wire)))
             return
@@ -303,7 +318,8 @@ class PublisherProtocol:
         except OptionError as error:
             self.refuse(session.id, "topics", str(error))
             return
-        session.topic, session.deadline_at = topic, now + GREETING_TIMEOUT
+        session.topic = topic
+        self._greeting[session.id] = now + GREETING_TIMEOUT
         topic.sessions[session.id] = session
         welcome = Welcome(
             wire=WIRE_VERSION, incarnation=self.incarnation, token=session.token, slot=topic.slot,
@@ -451,10 +467,11 @@ class PublisherProtocol:
             forget = Forget(incarnation=self.incarnation, segments=tuple(sorted(gone)))
             self._effects.append(fx.SendDoor(session.id, forget))
 
-    def _after_change(self, topic: Topic, now: float) -> None:
-        self._serve_queue(topic, now)
-        for wait in self._waits_for(topic):
-            self._check_wait(topic, wait)
+    def _report(self, session: Session) -> None:
+        """Tell every wait of the topic how far a session is."""
+        assert session.topic is not None, "it has said Hello"
+        for wait in self._waits_for(session.topic):
+            self._check_wait(session.topic, wait, [session])
 
     def _drop_layouts(self, added: bytes) -> None:
         if added not in self._layouts:
@@ -465,12 +482,12 @@ class PublisherProtocol:
     def _waits_for(self, topic: Topic) -> list[Wait]:
         return [w for w in self._waits.values() if w.topic == topic.name]
 
-    def _check_wait(self, topic: Topic, wait: Wait) -> None:
+    def _check_wait(self, topic: Topic, wait: Wait, sessions: Iterable[Session]) -> None:
         holding: set[SessionId] = set()
         if wait.what == "released":
             entry = topic.ledger.find(wait.version)
             holding = {lease.session for lease in entry.leases.values()} if entry else set()
-        for session in topic.sessions.values():
+        for session in sessions:
             done = session.acked >= wait.version if wait.what == "acked" else session.id not in holding
             if done and (wait.need is not None or session.id in wait.pending):
                 wait.report(session.id, session.name)
@@ -483,7 +500,8 @@ class PublisherProtocol:
 
     def _end(self, session: Session, reason: str) -> None:
         self._effects.append(fx.EndSession(session.id, reason))
-        session.deadline_at, session.ended = None, True
+        self._greeting.pop(session.id, None)
+        session.ended = True
 
     @staticmethod
     def _peer(session: Session) -> str:

@@ -14,6 +14,7 @@ from busync.protocol import effects as fx
 from busync.protocol.guards import holds
 from busync.protocol.ledger import NO_VERSION
 from busync.wire import (
+    MAX_TEXT,
     WIRE_VERSION,
     Ack,
     Announce,
@@ -158,7 +159,7 @@ class SubscriberProtocol:
 
     def nack(self, version: Version, code: NackCode, text: str) -> None:
         """The application cannot use ``version``."""
-        self._say(Nack(version=version, code=code, text=text[:1000]))
+        self._say(Nack(version=version, code=code, text=text.encode("utf-8", "replace").decode()[:MAX_TEXT]))
 
     def ended(self, lease: LeaseId) -> None:
         """A lease's Release was sent (by the finalizer of its last user)."""

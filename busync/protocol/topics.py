@@ -19,7 +19,6 @@ class Session:
     pid: int
     uid: int
     token: bytes
-    deadline_at: float | None  #: greeted by then, or ended
     name: str = ""
     topic: Topic | None = None
     attached: bool = False

@@ -82,7 +82,7 @@ def test_a_child_that_survives_its_killed_publisher_holds_nothing(cast: Cast) ->
         begun = time.monotonic()
         with blocking.Publisher("policy") as pub:
             assert time.monotonic() - begun < 1
-            wait_until(lambda: [s["name"] for s in pub.status()["subscribers"]] == ["actor"])
+            wait_until(lambda: bool(actor.call("connected")), what="the reconnection")
             pub.publish(patterns.state(5, 1), label="5")
             assert actor.call("next")[0] == 1
             actor.call("keep")

@@ -69,8 +69,8 @@ def test_publishers_are_killed(cast: Cast) -> None:
         learner = cast.publisher("policy")
     for reader in readers:
         counts = reader.finish(SECONDS + 20)
-        assert counts["versions"] > 5
-        assert counts["incarnations"] > 1
+        assert counts["versions"] > 3, counts
+        assert counts["incarnations"] > 1, counts
     assert kills > 3
     learner.call("publish")
     for reader in readers:

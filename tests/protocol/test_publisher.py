@@ -169,9 +169,17 @@ def test_a_refusal_fits_the_wire_whatever_the_name() -> None:
     for i in range(MAX_TOPICS):
         bench.core.topic(f"t{i}")
     session = bench.core.connected(11, 0, TOKEN, bench.now)
-    bench.say(session, Hello(wire=1, topic="\U000e0001" * 200, name=""))
+    bench.say(session, Hello(wire=1, topic="\u00e9" * 100, name=""))
     (send,) = bench.only(fx.SendDoor)
     assert decode_door_down(encode(send.message)) == send.message
+
+
+def test_unprintable_names_reach_neither_logs_nor_status() -> None:
+    bench = Bench()
+    for topic, name in (("\U000e0001" * 50, ""), ("default", "a\nb")):
+        session = bench.core.connected(11, 0, TOKEN, bench.now)
+        with pytest.raises(ViolationError, match="printable"):
+            bench.say(session, Hello(wire=1, topic=topic, name=name))
 
 
 def test_a_topic_with_a_loan_or_a_version_stays() -> None:

@@ -135,7 +135,9 @@ class Actor:
         while os.path.exists(f"/proc/{pid}") and time.monotonic() < stop_at:
             time.sleep(0.002)
         assert not os.path.exists(f"/proc/{pid}"), "the child survived SIGKILL"
-        self.process.join(0)
+        self.process.join(5)
+        if self.process.exitcode is not None:
+            self.process.close()
         for forked in self.forked:
             with suppress(ProcessLookupError):
                 os.kill(forked, signal.SIGKILL)

@@ -12,6 +12,7 @@ from busync.handles import LoanBuffer, TensorBuilder, content_digest, flatten, p
 
 def warm_up() -> None:
     """Use every part of torch that a publisher and a subscriber use."""
+    torch.set_num_threads(1)  # forked children of tests would wait for OpenMP threads that they do not have
     model = torch.nn.Linear(3, 4)
     planned = plan(flatten(model))
     memory = bytearray(planned.manifest.nbytes)

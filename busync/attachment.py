@@ -1,0 +1,166 @@
+"""Keeping a subscriber attached: one session after another, on the caller's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Protocol
+
+from busync import forks
+from busync.calls import settle
+from busync.errors import BusyncError, EndpointError, PublisherLost
+from busync.protocol.effects import SubscriberEffect
+from busync.protocol.subscriber import SubscriberProtocol
+from busync.session import Session, SessionEnded
+from busync.transport.endpoint import Endpoint
+
+logger = logging.getLogger("busync")
+
+FIRST_BACKOFF, LAST_BACKOFF = 0.02, 1.0  #: seconds between attempts to attach
+ATTACH_TIMEOUT = 5.0  #: seconds that one attempt may take
+RETRY = 0.005  #: seconds until packets that found no room are tried again
+
+
+class AttachmentOwner(Protocol):
+    """Who is told what happens."""
+
+    def handle(self, events: list[SubscriberEffect]) -> None:
+        """Events of the session. A BusyncError that this raises ends the session."""
+
+    def session_ended(self, error: BusyncError) -> None:
+        """The session is over."""
+
+
+class Attachment:
+    """Opens sessions, watches their descriptors, and opens the next one when one ends, for ever."""
+
+    def __init__(self, endpoint: Endpoint, core: SubscriberProtocol, owner: AttachmentOwner) -> None:
+        self.session: Session | None = None
+        self.lost_reason: BusyncError = PublisherLost(endpoint.directory, "not connected yet")
+        self.loop = asyncio.get_running_loop()
+        self._endpoint = endpoint
+        self._core = core
+        self._owner = owner
+        self._changed = asyncio.Event()
+        self._watched: list[int] = []
+        self._keeper = self.loop.create_task(self._keep(), name=f"busync-{core.name}")
+        self._keeper.add_done_callback(self._keeper_ended)
+
+    async def close(self, error: BusyncError) -> bool:
+        """End the session with ``error``, and open none any more; says whether the caller was cancelled meanwhile."""
+        self.end(error)
+        self._keeper.cancel()
+        cancelled = await settle(self._keeper)
+        del self._keeper  # the traceback of its cancellation refers to this object
+        return cancelled
+
+    async def wait_change(self) -> None:
+        """Wait until a session is attached or has ended."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def turn(self) -> None:
+        """Handle what has arrived, without waiting."""
+        session = self.session
+        if session is None:
+            return
+        events: list[SubscriberEffect] = []
+        try:
+            try:
+                session.turn(events)
+            finally:  # the last version, or a refusal, arrives together with the end
+                self._owner.handle(events)
+        except BusyncError as error:
+            self.end(error)
+        if self.session is not session:
+            return
+        if len(self._watched) == 1:
+            self._watch(session)
+        if session.more or (session.bus is not None and session.bus.has_input()):
+            self.loop.call_soon(self.turn)
+        if session.door.pending:
+            self.loop.call_later(RETRY, self.turn)
+
+    def note_attached(self) -> None:
+        """The publisher counts the session."""
+        self._changed.set()
+
+    def fds(self) -> list[int]:
+        """What to watch for input."""
+        session = self.session
+        if session is None:
+            return []
+        fds = [session.door.fileno()]
+        if session.bus is not None:
+            fds += [session.bus.fileno(), session.bus.monitor_fileno()]
+        return fds
+
+    def end(self, error: BusyncError) -> None:
+        """The session is over; the keeper starts the next one."""
+        session, self.session = self.session, None
+        if session is None:
+            return
+        for fd in self._watched:
+            self.loop.remove_reader(fd)
+        self._watched.clear()
+        session.close()
+        if isinstance(error, SessionEnded):
+            error = PublisherLost(self._endpoint.directory, error.text)
+        self.lost_reason = error
+        self._owner.session_ended(error)
+        self._changed.set()
+
+    async def _keep(self) -> None:
+        backoff = FIRST_BACKOFF
+        while True:
+            try:
+                session = self._open()
+            except OSError as error:
+                reason = "nobody is there" if isinstance(error, (FileNotFoundError, ConnectionRefusedError)) else error
+                self.lost_reason = PublisherLost(self._endpoint.directory, str(reason))
+            except BusyncError as error:
+                self.lost_reason = error
+            else:
+                late = self.loop.call_later(ATTACH_TIMEOUT, self._check_attached, session)
+                try:
+                    self.turn()
+                    while self.session is session:
+                        if self._core.attached:
+                            backoff = FIRST_BACKOFF
+                        await self.wait_change()
+                finally:
+                    late.cancel()
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF)
+
+    def _open(self) -> Session:
+        """A new session. Nobody but the publisher's own user may be at the other end of a bare name."""
+        self._endpoint.check_client()
+        with forks.fork_lock:
+            session = Session(self._endpoint, self._core)
+        uid = session.door.peer.uid
+        if self._endpoint.runtime is not None and uid not in (os.geteuid(), 0):
+            session.close()
+            raise EndpointError(self._endpoint.text, f"it is served by user {uid}", "name the path if you trust them")
+        self.session = session
+        self._watch(session)
+        return session
+
+    def _watch(self, session: Session) -> None:
+        for fd in self.fds():
+            if fd not in self._watched:
+                self.loop.add_reader(fd, self.turn)
+                self._watched.append(fd)
+
+    def _check_attached(self, session: Session) -> None:
+        if self.session is session and not self._core.attached:
+            self.end(PublisherLost(self._endpoint.directory, f"it did not answer within {ATTACH_TIMEOUT:g} s"))
+
+    def _keeper_ended(self, keeper: asyncio.Task[None]) -> None:
+        error = None if keeper.cancelled() else keeper.exception()
+        if error is not None:  # a fault of busync's own: nobody must wait for ever over it
+            logger.error("a subscriber broke", exc_info=error)
+            self._owner.session_ended(
+                BusyncError(f"this subscriber broke: {error!r}", "report this, and open a new one")
+            )
