@@ -7,7 +7,6 @@ waits: a publish that finds no segment leaves a reservation, which a later call 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
@@ -19,7 +18,7 @@ from busync.protocol.guards import holds
 from busync.protocol.ledger import Entry, Event, Lease, Ledger, State
 from busync.protocol.status import describe
 from busync.protocol.topics import Content, Reservation, Session, Topic
-from busync.protocol.waits import Wait, WaitFor
+from busync.protocol.waits import Wait, WaitFor, Waits
 from busync.wire import (
     MAX_TEXT,
     WIRE_VERSION,
@@ -57,7 +56,7 @@ class PublisherProtocol:
         self._greeting: dict[SessionId, float] = {}  #: sessions that are not attached yet, and when they end if not
         self._leases: dict[LeaseId, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
-        self._waits: dict[int, Wait] = {}
+        self._waits = Waits(lambda done: self._effects.append(done))
         self._effects: list[fx.PublisherEffect] = []
         self._ids = count(1)
         self._segments = count(1)
@@ -71,7 +70,7 @@ class PublisherProtocol:
 
     def deadline(self) -> float | None:
         """When ``handle_timer`` wants to be called, at the latest."""
-        times = [w.deadline_at for w in self._waits.values()]
+        times = self._waits.deadlines()
         times += self._greeting.values()
         # A reservation that has timed out and still waits can only be helped by an event, not by the clock.
         times += [t.queue[0].deadline_at for t in self.topics.values() if t.queue and t.ledger.relieve_possible()]
@@ -83,8 +82,7 @@ class PublisherProtocol:
             self._end(self.sessions[session_id], "said nothing for too long")
         for topic in list(self.topics.values()):
             self._serve_queue(topic, now)
-        for wait in [w for w in self._waits.values() if w.deadline_at <= now]:
-            self._finish_wait(wait)
+        self._waits.expire(now)
 
     # Publishing
 
@@ -209,7 +207,7 @@ class PublisherProtocol:
                 self._withdraw(session, message)
             case Ack():
                 self._ack(session, message)
-                self._report(session)
+                self._waits.progress(session)
                 return
             case Release():
                 lease = self._leases.get(LeaseId(message.lease))
@@ -224,11 +222,9 @@ class PublisherProtocol:
             case Nack():
                 session.reason = message.text
                 self.counters["nacks"] += 1
-                for wait in self._waits_for(topic):
-                    if wait.what == "acked" and wait.version <= message.version:
-                        wait.fail(session.id, message.text)
+                self._waits.fail(session, message.version, message.text)
         self._serve_queue(topic, now)
-        self._report(session)
+        self._waits.progress(session)
 
     def joined(self, session_id: SessionId, now: float) -> None:
         """The session's routing id was seen on the bus: it is attached. Repetition changes nothing."""
@@ -251,17 +247,13 @@ class PublisherProtocol:
         if topic is None:
             return
         topic.sessions.pop(session.id, None)
-        for wait in self._waits_for(topic):
-            wait.lose(session.id)
         for lease in list(session.leases.values()):
             del self._leases[lease.id]
             topic.ledger.break_lease(lease)
             self.counters["broken leases"] += 1
         session.leases.clear()
         self._serve_queue(topic, now)
-        for wait in self._waits_for(topic):
-            if wait.over:
-                self._finish_wait(wait)
+        self._waits.lose(session)
         if not topic.sessions and not topic.version and not topic.queue and not topic.ledger.entries:
             del self.topics[topic.name]
 
@@ -287,18 +279,13 @@ class PublisherProtocol:
 
         ``expected`` are the sessions that count from the start; those that ended since are reported as gone.
         """
-        topic = self.topics[topic_name]
-        wait = Wait(next(self._ids), topic_name, version, what, need, dict(expected), deadline_at)
-        self._waits[wait.id] = wait
-        for session_id in expected:
-            if session_id not in self.sessions:
-                wait.lose(session_id)
-        self._check_wait(topic, wait, topic.sessions.values())
+        wait = Wait(next(self._ids), self.topics[topic_name], version, what, need, dict(expected), deadline_at)
+        self._waits.add(wait)
         return wait.id
 
     def cancel_wait(self, wait_id: int) -> None:
         """Nobody waits any more."""
-        self._waits.pop(wait_id, None)
+        self._waits.cancel(wait_id)
 
     # Inside: messages
 
@@ -408,7 +395,7 @@ class PublisherProtocol:
         message = Digest(incarnation=self.incarnation, version=version, digest=digest)
         self._effects.append(fx.SendBus(session.id, message))
 
-    # Inside: segments and waits
+    # Inside: segments
 
     def _next_segment(self) -> SegmentId:
         return SegmentId(next(self._segments))
@@ -467,36 +454,11 @@ class PublisherProtocol:
             forget = Forget(incarnation=self.incarnation, segments=tuple(sorted(gone)))
             self._effects.append(fx.SendDoor(session.id, forget))
 
-    def _report(self, session: Session) -> None:
-        """Tell every wait of the topic how far a session is."""
-        assert session.topic is not None, "it has said Hello"
-        for wait in self._waits_for(session.topic):
-            self._check_wait(session.topic, wait, [session])
-
     def _drop_layouts(self, added: bytes) -> None:
         if added not in self._layouts:
             used = {added}.union(*(t.ledger.layouts() for t in self.topics.values()))
             self._effects += [fx.DropLayout(layout) for layout in sorted(self._layouts - used)]
             self._layouts = used
-
-    def _waits_for(self, topic: Topic) -> list[Wait]:
-        return [w for w in self._waits.values() if w.topic == topic.name]
-
-    def _check_wait(self, topic: Topic, wait: Wait, sessions: Iterable[Session]) -> None:
-        holding: set[SessionId] = set()
-        if wait.what == "released":
-            entry = topic.ledger.find(wait.version)
-            holding = {lease.session for lease in entry.leases.values()} if entry else set()
-        for session in sessions:
-            done = session.acked >= wait.version if wait.what == "acked" else session.id not in holding
-            if done and (wait.need is not None or session.id in wait.pending):
-                wait.report(session.id, session.name)
-        if wait.over:
-            self._finish_wait(wait)
-
-    def _finish_wait(self, wait: Wait) -> None:
-        del self._waits[wait.id]
-        self._effects.append(wait.done())
 
     def _end(self, session: Session, reason: str) -> None:
         self._effects.append(fx.EndSession(session.id, reason))
