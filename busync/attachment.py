@@ -9,7 +9,7 @@ from typing import Protocol
 
 from busync import forks
 from busync.calls import settle
-from busync.errors import BusyncError, EndpointError, PublisherLost
+from busync.errors import BusyncError, EndpointError, ProtocolError, PublisherLost
 from busync.protocol.effects import SubscriberEffect
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.session import Session, SessionEnded
@@ -44,6 +44,7 @@ class Attachment:
         self._owner = owner
         self._changed = asyncio.Event()
         self._watched: list[int] = []
+        self._due = self._retrying = False  #: a turn is scheduled: for input that is left, for output
         self._keeper = self.loop.create_task(self._keep(), name=f"busync-{core.name}")
         self._keeper.add_done_callback(self._keeper_ended)
 
@@ -77,10 +78,30 @@ class Attachment:
             return
         if len(self._watched) == 1:
             self._watch(session)
-        if session.more or (session.bus is not None and session.bus.has_input()):
-            self.loop.call_soon(self.turn)
-        if session.door.pending:
-            self.loop.call_later(RETRY, self.turn)
+        if not self._due and (session.more or (session.bus is not None and session.bus.has_input())):
+            self._due = True
+            self.loop.call_soon(self._next_turn)
+        self._flush_later(session)
+
+    def say(self) -> None:
+        """Say what the core has to say, without waiting for the next turn."""
+        session = self.session
+        if session is not None:
+            self._owner.handle(session.say())
+            self._flush_later(session)
+
+    def _next_turn(self) -> None:
+        self._due = False
+        self.turn()
+
+    def _flush_later(self, session: Session) -> None:
+        if session.door.pending and not self._retrying:
+            self._retrying = True
+            self.loop.call_later(RETRY, self._flush)
+
+    def _flush(self) -> None:
+        self._retrying = False
+        self.turn()
 
     def note_attached(self) -> None:
         """The publisher counts the session."""
@@ -105,6 +126,10 @@ class Attachment:
             self.loop.remove_reader(fd)
         self._watched.clear()
         session.close()
+        if isinstance(error.__cause__, ProtocolError):
+            # As text: whoever keeps the record must not keep the session that the traceback refers to.
+            reason = str(error.__cause__)
+            logger.warning("the session with the publisher at %s ended: %s", self._endpoint.directory, reason)
         if isinstance(error, SessionEnded):
             error = PublisherLost(self._endpoint.directory, error.text)
         self.lost_reason = error
@@ -122,15 +147,16 @@ class Attachment:
             except BusyncError as error:
                 self.lost_reason = error
             else:
+                opened_at = self.loop.time()
                 late = self.loop.call_later(ATTACH_TIMEOUT, self._check_attached, session)
                 try:
                     self.turn()
                     while self.session is session:
-                        if self._core.attached:
-                            backoff = FIRST_BACKOFF
                         await self.wait_change()
                 finally:
                     late.cancel()
+                if self.loop.time() - opened_at > backoff:  # or else it breaks again and again
+                    backoff = FIRST_BACKOFF
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF)
 

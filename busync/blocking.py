@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -24,10 +25,12 @@ from busync.calls import settle
 from busync.errors import ClosedError, UsageError
 from busync.handles import NameMap, Source, Tensors
 from busync.ids import DEFAULT_TOPIC, check_label
+from busync.options import check_seconds
 from busync.protocol.waits import WaitFor
 from busync.publisher import WAIT_TIMEOUT, LoanBase, PublisherBase
-from busync.publishing import PublishReport, Wait
+from busync.publishing import PublishReport, Wait, drain
 from busync.snapshot import Snapshot as AsyncSnapshot
+from busync.subscriber import POLL_WINDOW
 from busync.wire import Value
 
 if TYPE_CHECKING:
@@ -56,18 +59,26 @@ class Publisher(PublisherBase):
     ) -> None:
         self.close()
 
-    def close(self) -> None:
+    def close(self, grace: float = 0.0) -> tuple[str, ...]:
         """As ``busync.Publisher.close``."""
-        server = self._stop()
-        if server is not None:
+        check_seconds("grace", grace)
+        server = self._take_server()
+        if server is None:
+            return ()
+        try:
+            return server.call(drain(server, grace)).block()
+        except ClosedError:  # it has ended by itself, or never began
+            return ()
+        finally:
+            server.ask_to_stop()
             concurrent.futures.wait([server.ended])
 
     def publish(
-        self, source: Source, *, topic: str = DEFAULT_TOPIC, label: str = "", wait: Wait = "none",
-        timeout: float = WAIT_TIMEOUT,
+        self, source: Source, *, topic: str = DEFAULT_TOPIC, label: str = "",
+        values: Mapping[str, Value] | None = None, wait: Wait = "none", timeout: float = WAIT_TIMEOUT,
     ) -> PublishReport:  # fmt: skip
         """As ``busync.Publisher.publish``."""
-        return self._publish(source, topic, label, wait, timeout).block()
+        return self._publish(source, topic, label, values, wait, timeout).block()
 
     def loan(
         self, like: Source | Mapping[str, tuple[str | torch.dtype, tuple[int, ...]]], *, topic: str = DEFAULT_TOPIC
@@ -167,6 +178,7 @@ class Subscriber(forks.ForkAware):
             endpoint, topic=topic, name=name, connect_timeout=connect_timeout, prefetch=prefetch, digests=digests
         )
         self._runner: asyncio.Runner | None = None
+        self._inside = threading.RLock()  #: only ever tried: somebody is inside the private loop
         self.topic, self.name = self._inner.topic, self._inner.name
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -176,27 +188,44 @@ class Subscriber(forks.ForkAware):
             forks.ensure_same_process(self._inner._pid, "subscriber")
             if asyncio._get_running_loop() is not None:
                 raise UsageError("an event loop runs here", "use busync.Subscriber inside a running loop")
-            if self._runner.get_loop().is_running():
+            if not self._inside.acquire(blocking=False):
                 raise UsageError("another thread is inside this subscriber", "open one per thread")
-            return self._run_to_its_end(self._runner, coroutine)
+            try:
+                runner = self._runner
+                if runner is None:  # closed by another thread since the first look
+                    raise ClosedError("subscriber")
+                return self._run_to_its_end(runner, coroutine)
+            finally:
+                self._inside.release()
         finally:
             coroutine.close()
 
     def _run_to_its_end(self, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, T]) -> T:
         task: asyncio.Task[T] | None = None
+        given_up = False
 
         async def call() -> T:
             nonlocal task
+            if given_up:
+                raise asyncio.CancelledError
             task = asyncio.current_task()
             return await coroutine
 
+        loop = runner.get_loop()  # makes it: no descriptor may be left for one
+        begun = call()
         try:
-            return runner.run(call())
-        except BaseException:
-            if task is not None and not task.done():  # a signal handler raised: nobody waits for the call any more
+            return runner.run(begun)
+        except asyncio.CancelledError:  # by Ctrl-C alone; asyncio.Runner does not always say so
+            raise KeyboardInterrupt from None
+        except BaseException:  # a signal handler may have raised: then nobody waits for the call any more
+            if task is None:  # and perhaps struck while the task was made: the loop has one that nobody knows
+                given_up = True
+                loop.run_until_complete(asyncio.sleep(0))
+            elif not task.done():
                 task.cancel()
-                runner.get_loop().run_until_complete(settle(task))
+                loop.run_until_complete(settle(task))
                 task.cancelled() or task.exception()
+            begun.close()
             raise
 
     def __enter__(self) -> Self:
@@ -219,8 +248,9 @@ class Subscriber(forks.ForkAware):
         runner = self._runner
         if runner is not None and os.getpid() == self._inner._pid:
             self._run(self._inner.close())
-            self._runner = None
-            runner.close()
+            with self._inside:
+                self._runner = None
+                runner.close()
             forks.unregister(self)
 
     def after_fork_in_child(self) -> None:
@@ -245,11 +275,11 @@ class Subscriber(forks.ForkAware):
         """As ``busync.Subscriber.wait_version``."""
         return Snapshot(self, self._run(self._inner.wait_version(version, timeout)))
 
-    def poll(self) -> Snapshot | None:
+    def poll(self, timeout: float = POLL_WINDOW) -> Snapshot | None:
         """As ``busync.Subscriber.poll``."""
 
         async def poll() -> AsyncSnapshot | None:
-            return self._inner.poll()
+            return self._inner.poll(timeout)
 
         snapshot = self._run(poll())
         return Snapshot(self, snapshot) if snapshot is not None else None
@@ -282,4 +312,6 @@ class Subscriber(forks.ForkAware):
             await asyncio.sleep(0)
             return self._inner.connected
 
-        return self._run(look()) if self._runner is not None else False
+        if self._runner is None or os.getpid() != self._inner._pid:
+            return False
+        return self._run(look())

@@ -14,7 +14,7 @@
     |  +- AttachError                a segment that came from the publisher cannot be used
     |  +- FdError                    descriptors are exhausted or did not arrive
     +- AllocationError               no memory could be reserved for a version
-    +- PoolExhausted                 the publisher's own loans hold every segment
+    +- PoolExhausted                 every segment is in use, and waiting cannot help or is not wanted
     +- LoanInUse                     a loan was published while one of its tensors was still referenced
     +- MismatchError                 a version does not fit the module it should be loaded into
     +- PinnedError                   this subscriber already holds as many versions as it may
@@ -153,15 +153,15 @@ class AllocationError(BusyncError):
 
 
 class PoolExhausted(BusyncError):
-    """Waiting cannot help: the publisher's own loans hold every segment."""
+    """Every segment is in use: by the publisher's own loans, or ``when_full`` is "skip" and a loan was asked for."""
 
     def __init__(self, topic: str, max_segments: int, loans: int) -> None:
         self.topic = topic
         self.max_segments = max_segments
         self.loans = loans
         super().__init__(
-            f"topic {topic!r} has {max_segments} segments and {loans} of them are on loan",
-            "publish or close a loan first, or raise max_segments",
+            f"topic {topic!r} has {max_segments} segments, all in use, {loans} of them on loan",
+            "publish or close a loan first, let go of versions in the readers, or raise max_segments",
         )
 
 

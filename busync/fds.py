@@ -18,6 +18,7 @@ from busync.errors import ClosedError, FdError
 #: Raising the soft limit further gains nothing, and harms children that close every number below their limit.
 _MOST_DESCRIPTORS = 1 << 20
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux on x86-64 and arm64; Python's mmap does not name them
+_PROT_NONE = 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python 3.11 does not name it
@@ -153,6 +154,21 @@ def check_sealed(fd: OwnedFd, nbytes: int) -> None:
         raise ValueError(f"its seals are {seals:#x}, and {SEALS:#x} are needed")
 
 
+def address_of(mapping: mmap.mmap) -> int:
+    """Where a mapping is in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def vacate(address: int, nbytes: int) -> None:
+    """Put nothing where a mapping is: the file behind it is let go of, and a touch ends the process with SIGSEGV.
+
+    The range stays taken, so whoever owns it may unmap it later without hitting what somebody else has put there. Takes
+    no lock and gives up the GIL. Without effect if the kernel has no room for one more mapping.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    _libc_mmap(address, nbytes, _PROT_NONE, flags, -1, 0)
+
+
 def map_fd(fd: OwnedFd, nbytes: int, prot: int, flags: int, kind: type[_Mapping]) -> _Mapping:
     """Map the first ``nbytes`` bytes of a file into a fresh ``kind`` (a class of mmap.mmap) that keeps no descriptor.
 
@@ -168,8 +184,7 @@ def map_fd(fd: OwnedFd, nbytes: int, prot: int, flags: int, kind: type[_Mapping]
     if nbytes <= 0:
         raise ValueError("a mapping needs at least one byte")
     mapping = kind(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    if _libc_mmap(address, nbytes, prot, flags | _MAP_FIXED, fd.fileno(), 0) == _MAP_FAILED:
+    if _libc_mmap(address_of(mapping), nbytes, prot, flags | _MAP_FIXED, fd.fileno(), 0) == _MAP_FAILED:
         code = ctypes.get_errno()
         mapping.close()
         raise OSError(code, os.strerror(code))

@@ -23,6 +23,7 @@ from busync.publishing import (
     PublishReport,
     Wait,
     check_wait,
+    drain,
     give_back,
     lend,
     publish,
@@ -45,21 +46,29 @@ def _uids(uids: object) -> frozenset[int]:
     raise OptionError("allow_uids", uids, "a list of user ids")
 
 
+def _plain_values(values: Mapping[str, Value] | None, remedy: str) -> dict[str, Value]:
+    flat = flatten(values or {})
+    if flat.tensors:
+        raise OptionError("values", next(iter(flat.tensors)), f"plain values; {remedy}")
+    return flat.values
+
+
 class PublisherBase:
     """What the asyncio and the plain publisher share: options, the thread, and checked calls into it."""
+
+    _server: Server | None = None  # here for __del__, which also comes when the constructor was called wrongly
 
     def __init__(
         self, endpoint: str | os.PathLike[str], *, max_segments: int = 4, max_held: int = 2,
         when_full: WhenFull = "wait", lease_timeout: float = 10.0, allow_uids: Iterable[int] = (),
         copy_threads: int = 2,
     ) -> None:  # fmt: skip
-        """Check the options; nothing is opened yet. See ``PublisherOptions`` for what they mean.
+        """Check the options, which ``Publisher`` explains; nothing is opened yet.
 
         Raises:
             OptionError: an option has a value that is not allowed.
             EndpointError: the endpoint's name cannot be used.
         """
-        self._server: Server | None = None
         self._closed = False
         self.options = PublisherOptions(
             max_segments=max_segments, max_held=max_held, when_full=when_full, lease_timeout=lease_timeout,
@@ -74,23 +83,24 @@ class PublisherBase:
         self._server.start()
         return self._server
 
-    def _stop(self) -> Server | None:
+    def _take_server(self) -> Server | None:
+        """The thread, for whoever stops it; from now on every other call is refused."""
         self._closed = True
         server, self._server = self._server, None
-        if server is None or os.getpid() != server.pid:
-            return None  # a forked child has nothing to stop
-        server.ask_to_stop()
-        return server
+        return server if server is not None and os.getpid() == server.pid else None  # a child has nothing to stop
 
-    def _publish(self, source: Source, topic: str, label: str, wait: Wait, timeout: float) -> Call[PublishReport]:
+    def _publish(
+        self, source: Source, topic: str, label: str, values: Mapping[str, Value] | None, wait: Wait, timeout: float
+    ) -> Call[PublishReport]:
         check_label("topic", topic)
         check_label("label", label, empty=True)
         check_seconds("timeout", timeout)
         check_wait(wait)
+        plain = _plain_values(values, "tensors belong into the source")
         server = ensure_usable(self._server, "publisher")
         if isinstance(source, nn.Module):  # in the caller's thread, where its hooks belong
             source = source.state_dict(keep_vars=True)
-        return server.call(publish(server, source, topic, label, wait, timeout))
+        return server.call(publish(server, source, topic, label, plain, wait, timeout))
 
     def _wait(self, version: int, what: WaitFor, timeout: float, topic: str) -> Call[None]:
         check_seconds("timeout", timeout)
@@ -108,6 +118,10 @@ class PublisherBase:
         ``endpoint, incarnation, topics{version, versions[{version, state, bytes, holders}], segments, bytes},
         subscribers[{name, pid, uid, topic, version, lag, leases, skipped, state, reason}], counters``.
 
+        ``lag`` is how many versions a subscriber has not acknowledged, ``reason`` what it last could not use a version
+        for. ``counters["unchanged"]``: versions with the same content digest as the one digested before on their topic,
+        known where a subscriber asks for digests.
+
         Raises:
             ClosedError: the publisher is closed or not open.
         """
@@ -121,7 +135,7 @@ class PublisherBase:
     def __del__(self) -> None:
         if self._server is not None and os.getpid() == self._server.pid:
             warnings.warn(f"publisher at {self.endpoint.directory} was never closed", ResourceWarning, stacklevel=2)
-            self._stop()
+            self._server.ask_to_stop()
 
     def __reduce__(self) -> Any:
         raise UsageError("a publisher cannot be pickled", "pass the endpoint's name, and subscribe there")
@@ -134,6 +148,22 @@ class Publisher(PublisherBase):
     inside a long torch call. Its methods may be called from any loop and thread. Use it as ``async with``; the
     endpoint is claimed on entry (EndpointInUse, EndpointError, FdError, AllocationError) and given back at the end,
     when subscribers lose their connection and keep what they hold.
+
+    Args:
+        endpoint: a bare name, ``ipc://PATH`` or a path: where subscribers find this publisher.
+        max_segments: versions of a topic that may be in memory at a time, 2 to 1024: the newest, the one being written,
+            and those that readers still use.
+        max_held: versions that one subscriber may hold at a time, 2 to 64: the old one while it adopts the new.
+        when_full: what a publish does that finds no free segment: "wait" for one, or "skip": publish nothing and say so
+            (``report.version`` is None).
+        lease_timeout: seconds that a publish waits for a segment before it leaves the oldest retired version to those
+            who hold it, and takes a fresh one.
+        allow_uids: user ids besides the publisher's own that may subscribe.
+        copy_threads: threads that copy weights into shared memory, 1 to 64.
+
+    Raises:
+        OptionError: an option has a value that is not allowed.
+        EndpointError: the endpoint's name cannot be used.
     """
 
     async def __aenter__(self) -> Self:
@@ -151,15 +181,35 @@ class Publisher(PublisherBase):
     ) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """End every session and give everything back. May be called again."""
-        server = self._stop()
-        if server is not None and await finish(asyncio.wrap_future(server.ended)):
-            raise asyncio.CancelledError
+    async def close(self, grace: float = 0.0) -> tuple[str, ...]:
+        """End every session and give everything back. May be called again.
+
+        First wait up to ``grace`` seconds until no subscriber holds a version. Nobody is told to let go: a reader that
+        uses versions in place keeps one until it gets the next. What is still held then stays readable for as long as
+        its readers want it, also after a crash of this process: the memory is theirs as well.
+
+        Returns:
+            The names of the subscribers that still held a version.
+
+        Raises:
+            OptionError: ``grace`` is not a number of seconds.
+        """
+        check_seconds("grace", grace)
+        server = self._take_server()
+        if server is None:
+            return ()
+        try:
+            return await server.call(drain(server, grace)).wait()
+        except ClosedError:  # it has ended by itself, or never began
+            return ()
+        finally:
+            server.ask_to_stop()
+            if await finish(asyncio.wrap_future(server.ended)):
+                raise asyncio.CancelledError
 
     async def publish(
-        self, source: Source, *, topic: str = DEFAULT_TOPIC, label: str = "", wait: Wait = "none",
-        timeout: float = WAIT_TIMEOUT,
+        self, source: Source, *, topic: str = DEFAULT_TOPIC, label: str = "",
+        values: Mapping[str, Value] | None = None, wait: Wait = "none", timeout: float = WAIT_TIMEOUT,
     ) -> PublishReport:  # fmt: skip
         """Publish ``source`` as the next version of ``topic``: all or nothing, and never older than before.
 
@@ -169,6 +219,7 @@ class Publisher(PublisherBase):
                 travel along. It is copied once; the caller may do anything with it once this returns.
             topic: which stream of versions; streams are independent.
             label: a text that readers see with the version.
+            values: plain values that readers see with the version, as if the source held them beside its tensors.
             wait: "none"; "all": until every subscriber that is attached now has acknowledged this version or a later
                 one, has failed or is gone; or a number of acknowledgements, later joiners counted.
             timeout: seconds to wait for them at most. The report then names who is pending; nothing is raised.
@@ -183,7 +234,7 @@ class Publisher(PublisherBase):
         Cancelling before the version is committed leaves nothing behind and burns no number; afterwards it is
         published. Either way the source is not touched any more once the cancellation arrives.
         """
-        return await self._publish(source, topic, label, wait, timeout).wait()
+        return await self._publish(source, topic, label, values, wait, timeout).wait()
 
     def loan(
         self, like: Source | Mapping[str, tuple[str | torch.dtype, tuple[int, ...]]], *, topic: str = DEFAULT_TOPIC
@@ -191,9 +242,9 @@ class Publisher(PublisherBase):
         """Memory of the next version, to be written in place: ``async with pub.loan(like=model) as loan``.
 
         ``like`` is a source whose names, dtypes and shapes are taken and whose values are ignored, or a mapping of
-        name to (dtype, size). Waits for a free segment like a publish, whatever ``when_full`` says.
+        name to (dtype, size). Waits for a free segment like a publish.
 
-        Raises (on entry): as ``publish``.
+        Raises (on entry): as ``publish``; PoolExhausted also if there is none and ``when_full`` is "skip".
         """
         check_label("topic", topic)
         return Loan(self, like, topic)
@@ -203,10 +254,14 @@ class Publisher(PublisherBase):
     ) -> None:
         """Wait until all that are attached now have "acked" a version, or none holds it any more ("released").
 
+        Subscribers that go meanwhile are not waited for. One that reports that it cannot use the version is not waited
+        for either, and counts as missing.
+
         Raises:
-            WaitTimeout: it took longer than ``timeout`` seconds; ``missing`` names who.
+            WaitTimeout: it took longer than ``timeout`` seconds, or somebody could not use the version; ``missing``
+                names who, and why.
             OptionError: there is no such version.
-            ClosedError: the publisher is closed.
+            ClosedError: the publisher is closed; ForkedError: it belongs to the parent process.
         """
         await self._wait(version, what, timeout, topic).wait()
 
@@ -262,14 +317,12 @@ class LoanBase:
         check_wait(wait)
         if self._lent is None or self._lent.over:
             raise UsageError("the loan is over" if self._lent else "the loan is not entered yet")
-        plain = flatten(values or {})
-        if plain.tensors:
-            raise OptionError("values", next(iter(plain.tensors)), "plain values; tensors belong into the loan")
+        plain = _plain_values(values, "tensors belong into the loan")
         names = self._let_go()
         if names:
             raise LoanInUse(names)
         server = ensure_usable(self._publisher._server, "publisher")
-        return server.call(publish_lent(server, self._lent, label, plain.values, wait, timeout))
+        return server.call(publish_lent(server, self._lent, label, plain, wait, timeout))
 
     def _give_back_unseen(self, call: Call[Lent]) -> Call[None] | None:
         """The caller was cancelled when it was about to get the loan."""
@@ -287,6 +340,11 @@ class LoanBase:
 
 class Loan(LoanBase):
     """The memory of the next version, for asyncio code; see ``Publisher.loan``.
+
+        async with pub.loan(like=model) as loan:
+            for name, tensor in loan.tensors.items(): ...  # write in place
+            del tensor  # a later write would reach readers
+            await loan.publish()
 
     Leaving the block without publishing gives the memory back; if the caller still refers to a tensor of it, the memory
     is not used again.

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from busync.calls import finish
+from busync.calls import finish, start_job
 from busync.errors import BusyncError, OptionError, UsageError, WaitTimeout
 from busync.handles import Flat, Job, LoanBuffer, Plan, Segment, Source, flatten, like_plan, plan
 from busync.ids import SessionId, Version
@@ -36,7 +36,13 @@ COMPLAINT_INTERVAL = 30.0  #: seconds between warnings that a publish had to wai
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """What became of a publish. Names are those that the subscribers gave themselves."""
+    """What became of a publish. Names are those that the subscribers gave themselves.
+
+    Attributes: ``version`` (None: nothing was published, because the pool was full and ``when_full`` is "skip"),
+    ``acked``, ``pending`` (attached at the start, and neither acked, gone nor failed when the wait ended; without a
+    wait, everybody), ``gone`` (their sessions ended), ``failed`` (name to reason: could not adopt the version) and
+    ``waited`` (seconds for a free segment).
+    """
 
     version: int | None  #: None: nothing was published, because the pool was full and ``when_full`` is "skip"
     acked: tuple[str, ...] = ()
@@ -73,11 +79,13 @@ def check_wait(wait: object) -> Wait:
     raise OptionError("wait", wait, '"none", "all" or a number of subscribers')
 
 
-async def publish(server: Server, source: Source, topic: str, label: str, wait: Wait, timeout: float) -> PublishReport:
+async def publish(
+    server: Server, source: Source, topic: str, label: str, values: Mapping[str, Value], wait: Wait, timeout: float
+) -> PublishReport:
     """See ``Publisher.publish``."""
     expected = server.core.attached(topic)
     async with server.lock(topic):
-        flat, planned = await _plan(server, source)
+        flat, planned = await _plan(server, source, values)
         layout = await _layout(server, planned.manifest)
         reserved = await _reserve(server, topic, planned.manifest, State.WRITING)
         if reserved.skipped:
@@ -146,12 +154,21 @@ async def wait_for(server: Server, topic: str, version: int, what: WaitFor, time
         raise WaitTimeout(f"version {version} of topic {topic!r} {what} by all", timeout, missing)
 
 
+async def drain(server: Server, grace: float) -> tuple[str, ...]:
+    """Wait until no subscriber holds a version, at most ``grace`` seconds; the names of those that still do."""
+    deadline_at = time.monotonic() + grace
+    while (held := server.core.held()) and time.monotonic() < deadline_at:
+        for topic, version, sessions in held:
+            await _wait(server, topic, version, "released", None, sessions, deadline_at)
+    return tuple(sorted({session: name for *_, sessions in held for session, name in sessions.items()}.values()))
+
+
 # Steps
 
 
-async def _plan(server: Server, source: Source) -> tuple[Flat, Plan]:
+async def _plan(server: Server, source: Source, values: Mapping[str, Value]) -> tuple[Flat, Plan]:
     def job() -> tuple[Flat, Plan]:
-        flat = flatten(source)
+        flat = flatten(source, values)
         return flat, plan(flat)
 
     if _is_small(source):
@@ -171,7 +188,7 @@ async def _layout(server: Server, manifest: Manifest) -> Layout:
         return layout
     if len(manifest.tensors) < LARGE_MANIFEST:
         return server.encode_layout(manifest)
-    return await server.loop.run_in_executor(server.workers, server.encode_layout, manifest)
+    return await start_job(server.loop, server.workers, lambda: server.encode_layout(manifest))
 
 
 async def _reserve(server: Server, topic: str, manifest: Manifest, state: State) -> fx.Reserved:
@@ -223,9 +240,12 @@ async def _copy(server: Server, planned: Plan, segment: Segment) -> None:
         for job in jobs:
             job()
         return
-    futures = [server.loop.run_in_executor(server.workers, job) for job in jobs]
-    # To the end of every job, also when one fails: a segment that some job still writes must not be used again.
-    cancelled = await finish(asyncio.gather(*futures, return_exceptions=True))
+    futures: list[asyncio.Future[None]] = []
+    try:
+        futures.extend(start_job(server.loop, server.workers, job) for job in jobs)
+    finally:
+        # To the end of every job, also when one fails: a segment that some job still writes must not be used again.
+        cancelled = await finish(asyncio.gather(*futures, return_exceptions=True))
     for future in futures:
         future.result()
     if cancelled:
@@ -234,10 +254,13 @@ async def _copy(server: Server, planned: Plan, segment: Segment) -> None:
 
 async def _run(server: Server, job: Callable[[], R]) -> R:
     """Run a job on a worker, to its end even when cancelled: it uses the caller's tensors or makes memory."""
-    future = server.loop.run_in_executor(server.workers, job)
-    if await finish(future):
-        raise asyncio.CancelledError
-    return future.result()
+    future = start_job(server.loop, server.workers, job)
+    try:
+        if await finish(future):
+            raise asyncio.CancelledError
+        return future.result()
+    finally:
+        del future  # what it raised refers to this frame, and to the caller's tensors
 
 
 def _commit(server: Server, reservation: int, layout: Layout, label: str, values: dict[str, Value]) -> Version | None:

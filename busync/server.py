@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from busync import forks
-from busync.calls import Call
+from busync.calls import Call, start_job
 from busync.errors import BusyncError, ClosedError, DecodeError, FdError, ProtocolError
 from busync.fds import fd_budget, raise_fd_limit
 from busync.handles import TensorBuilder, content_digest
@@ -49,6 +49,8 @@ SPARE_DESCRIPTORS = 32  #: below this many the door admits nobody: libzmq aborts
 RETRY = 0.005  #: seconds until packets that found no room are tried again
 ACCEPTS_PER_TURN = 64
 PACKETS_PER_TURN = 64
+MESSAGES_PER_TURN = 64
+MAX_WAITING = 64  #: packets, each with a descriptor perhaps, for a subscriber that does not read its door
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +81,8 @@ class Server(forks.ForkAware):
         self.core = PublisherProtocol(options, new_incarnation())
         self.pool = Pool()
         self.workers = ThreadPoolExecutor(options.copy_threads, thread_name_prefix="busync-copy")
+        #: Apart from the workers, so that no publish waits for the digest of the version before.
+        self._digester = ThreadPoolExecutor(1, thread_name_prefix="busync-digest")
         self.layouts: dict[bytes, Layout] = {}
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.pid = os.getpid()
@@ -93,7 +97,9 @@ class Server(forks.ForkAware):
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._calls: deque[Call[Any]] = deque()  #: not yet started
         self._ending = False
+        self._bus_due = False  #: _bus_ready will be called
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._stop_asked = asyncio.Event()
@@ -113,14 +119,15 @@ class Server(forks.ForkAware):
         _running.add(self)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
-        """Run a coroutine on the thread."""
-        call = Call(self.loop, coroutine, "publisher")
+        """A coroutine for the thread, which runs it once somebody waits for it."""
+        return Call(self.loop, coroutine, "publisher", self._take_over)
+
+    def _take_over(self, call: Call[Any]) -> None:
         self._calls.append(call)  # first: whatever is in here is started or refused, whenever the thread ends
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        try:
             self.loop.call_soon_threadsafe(self._start_calls)
-            return call
-        self._refuse_calls()
-        return call
+        except RuntimeError:  # the loop is closed
+            self._refuse_calls()
 
     def ask_to_stop(self) -> None:
         """End every session, give everything back, end the thread. ``ended`` tells when. May be called again."""
@@ -185,6 +192,7 @@ class Server(forks.ForkAware):
         if self.board is not None:
             self.board.close()
         self.workers.shutdown(wait=True)
+        self._digester.shutdown(wait=True)
         self.pool.close()
         if self.claim is not None:
             self.claim.release()
@@ -235,7 +243,11 @@ class Server(forks.ForkAware):
 
     def _bus_ready(self) -> None:
         assert self.bus is not None, "received before opened"
-        while (received := self.bus.receive()) is not None:
+        self._bus_due = False
+        for _ in range(MESSAGES_PER_TURN):
+            received = self.bus.receive()
+            if received is None:
+                break
             token, data = received
             peer = self._by_token.get(token)
             if peer is None:
@@ -250,8 +262,9 @@ class Server(forks.ForkAware):
         self.carry_out()
 
     def _break(self, peer: Peer, reason: str) -> None:
-        """A peer did what it must not."""
+        """A peer did what it must not. What it still says on the bus is a stranger's."""
         logger.warning("session of pid %d ended: %s", peer.door.peer.pid, reason)
+        self._by_token.pop(peer.token, None)
         if peer.session in self._peers:
             self.core.refuse(peer.session, "protocol", reason[:1000])
 
@@ -275,7 +288,8 @@ class Server(forks.ForkAware):
             for effect in effects:
                 self._carry_out_one(effect)
         # Sending consumes ZeroMQ's signal; without this look a Join could lie there unseen.
-        if self.bus is not None and self.bus.has_input():
+        if not self._bus_due and self.bus is not None and self.bus.has_input():
+            self._bus_due = True
             self.loop.call_soon(self._bus_ready)
         self._arm_timer()
 
@@ -303,8 +317,11 @@ class Server(forks.ForkAware):
                 self.pool.drop(segment_id)
             case fx.DropLayout(digest):
                 self.layouts.pop(digest, None)
-            case fx.ComputeDigest():
-                self.loop.create_task(self._compute_digest(effect))
+            case fx.ComputeDigest(segment=segment_id):
+                # Taken now: when the task begins, a publish may have had the segment dropped, though not overwritten.
+                manifest = self.layouts[effect.layout].manifest
+                memory = memoryview(self.pool.get(segment_id).mapping if segment_id else b"")
+                self.loop.create_task(self._compute_digest(effect, manifest, memory))
             case fx.EndSession(session, reason):
                 peer = self._peers.get(session)
                 if peer is not None:
@@ -337,7 +354,10 @@ class Server(forks.ForkAware):
             logger.warning("session of pid %d ends: %s", peer.door.peer.pid, error)
             self._lose(peer)
             return
-        if not sent and not peer.retrying:
+        if peer.door.pending > MAX_WAITING:
+            logger.info("session of pid %d ends: it does not read its door", peer.door.peer.pid)
+            self._lose(peer)
+        elif not sent and not peer.retrying:
             peer.retrying = True
             self.loop.call_later(RETRY, self._flush, peer)
 
@@ -349,14 +369,16 @@ class Server(forks.ForkAware):
             self.loop.call_later(RETRY, self._flush, peer)
 
     def _arm_timer(self) -> None:
+        deadline_at = self.core.deadline()
+        if deadline_at is None or (self._timer is not None and self._timer_at <= deadline_at):
+            return  # a timer that comes too early does no harm, and costs less than to set one each time
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        deadline_at = self.core.deadline()
-        if deadline_at is not None:
-            self._timer = self.loop.call_later(max(0.0, deadline_at - time.monotonic()), self._time_passes)
+        self._timer_at = deadline_at
+        self._timer = self.loop.call_later(max(0.0, deadline_at - time.monotonic()), self._time_passes)
 
     def _time_passes(self) -> None:
+        self._timer = None
         self.core.handle_timer(time.monotonic())
         self.carry_out()
 
@@ -373,17 +395,16 @@ class Server(forks.ForkAware):
         finally:
             self._answers.pop(key, None)
 
-    async def _compute_digest(self, effect: fx.ComputeDigest) -> None:
-        manifest = self.layouts[effect.layout].manifest
-        memory = memoryview(self.pool.get(effect.segment).mapping) if effect.segment else memoryview(b"")
-
+    async def _compute_digest(self, effect: fx.ComputeDigest, manifest: Manifest, memory: memoryview) -> None:
         def compute() -> bytes:
             builder = TensorBuilder(memory, manifest)
             return content_digest({spec.name: builder.build(spec) for spec in manifest.tensors})
 
         digest: bytes | None = None
         try:
-            digest = await self.loop.run_in_executor(self.workers, compute)
+            digest = await start_job(self.loop, self._digester, compute)
+        except ClosedError:
+            pass  # the interpreter ends
         except BusyncError:
             logger.exception("the digest of version %d could not be computed", effect.version)
         finally:

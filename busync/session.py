@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import time
 import weakref
 from collections import deque
 
+from msgspec import Struct
+
 from busync import forks
 from busync.errors import BusyncError, ProtocolError, ViolationError
 from busync.fds import OwnedFd
-from busync.handles import Memory, PrivateMapping, TensorBuilder, check_segment, live_names, map_private, map_readonly
+from busync.handles import Memory, TensorBuilder, check_segment, live_names, map_private, map_readonly
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
 from busync.manifest import Manifest
 from busync.protocol import effects as fx
@@ -26,7 +29,7 @@ from busync.transport.board import BoardView
 from busync.transport.bus import DealerBus
 from busync.transport.door import DoorConnection, door_connect
 from busync.transport.endpoint import Endpoint
-from busync.wire import MAX_MESSAGE_BYTES, Abandon, Join, Release, Segment, decode_bus_down, decode_door_down, encode
+from busync.wire import MAX_MESSAGE_BYTES, Abandon, Join, Release, decode_bus_down, decode_door_down, encode
 
 #: Seconds of messages that one turn handles before it lets the loop do something else.
 TURN = 0.008
@@ -64,8 +67,28 @@ class AttachedSegment:
             self._readonly = None
 
 
+class _Word(Struct, eq=False, gc=False):
+    """The promise to say Release. It is said when this dies: on any thread, perhaps inside the garbage collector.
+
+    The collector does not see it: a lease that hangs on a cycle ends when the cycle is taken apart, after its
+    finalizers, and not before them as a weak reference would have it. Takes no lock: one send, one append.
+    """
+
+    door: DoorConnection
+    packet: bytes
+    pid: int
+    ended: deque[LeaseId]
+    lease: LeaseId
+    holds: weakref.WeakValueDictionary[LeaseId, Hold]  #: the session's
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and os.getpid() == self.pid:
+            self.door.send(self.packet)
+            self.ended.append(self.lease)
+
+
 class Hold:
-    """This process's use of one version, under one lease. When it dies, Release is sent."""
+    """This process's use of one version, under one lease. When it dies, its mappings are gone and Release is sent."""
 
     def __init__(
         self, session: Session, lease: LeaseId, version: Version, manifest: Manifest, segment: AttachedSegment | None
@@ -78,10 +101,8 @@ class Hold:
         self.mapped = False  #: tensors of the user may point into the segment
         #: of each mapping. Not its builder: that refers to the mapping, and the mapping to this hold
         self._memories: list[Memory] = []
-        release = weakref.finalize(
-            self, _release, session.door, encode(Release(lease=lease)), os.getpid(), session.ended, lease
-        )
-        release.atexit = False
+        packet = encode(Release(lease=lease))
+        self._word = _Word(session.door, packet, os.getpid(), session.ended, lease, session.holds)
 
     def map_private(self) -> TensorBuilder:
         """A builder of tensors over a private copy-on-write mapping, which keeps this hold alive.
@@ -92,9 +113,9 @@ class Hold:
         if self.segment is None:
             return TensorBuilder(memoryview(b""), self.manifest)
         with forks.fork_lock:
-            mapping: PrivateMapping = map_private(self.segment.fd, self.segment.nbytes)
-            mapping.hold = self
+            mapping = map_private(self.segment.fd, self.segment.nbytes, keep=self)
             self.mapped = True
+            self._word.holds[self.lease] = self  # it is not there any more if the finalizer of a cycle has saved it
         builder = TensorBuilder(memoryview(mapping), self.manifest)
         self._memories.append(builder.memory)
         return builder
@@ -105,13 +126,6 @@ class Hold:
             return f"version {self.version}: its snapshot"
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         return f"version {self.version}: {names[0]!r}{more}"
-
-
-def _release(door: DoorConnection, packet: bytes, pid: int, ended: deque[LeaseId], lease: LeaseId) -> None:
-    """The finalizer of a Hold. May run on any thread and inside the garbage collector: one send, one append."""
-    if os.getpid() == pid:
-        door.send(packet)
-        ended.append(lease)
 
 
 class Session(forks.ForkAware):
@@ -134,6 +148,7 @@ class Session(forks.ForkAware):
         self.ended: deque[LeaseId] = deque()
         self.holds: weakref.WeakValueDictionary[LeaseId, Hold] = weakref.WeakValueDictionary()
         self.segments: dict[SegmentId, AttachedSegment] = {}
+        self._fd: OwnedFd | None = None  #: came with the packet that is being handled
         self.more = False  #: the last turn ended early, and another one is due
         forks.register(self)
         core.start()
@@ -180,24 +195,13 @@ class Session(forks.ForkAware):
         """Handle one packet and one message, if there are any."""
         packet = self.door.receive()
         if packet is not None:
-            message = decode_door_down(packet.data)
-            if isinstance(message, Segment):
-                self._attach(message, packet.fds)
-            elif packet.fds:
-                self._board_fd = packet.fds[0]
-            self.core.receive_door(message)
+            self._fd = packet.fds[0] if packet.fds else None
+            self.core.receive_door(decode_door_down(packet.data))
         data = self.bus.receive() if self.bus is not None else None
         if data is not None:
             self.core.receive_bus(decode_bus_down(data))
         events += self.say()
         return packet is not None or data is not None
-
-    def _attach(self, message: Segment, fds: tuple[OwnedFd, ...]) -> None:
-        if not fds:
-            raise ViolationError("the publisher", "a segment without its descriptor")
-        check_segment(fds[0], message.segment, message.nbytes)
-        segment = SegmentId(message.segment)
-        self.segments[segment] = AttachedSegment(segment, fds[0], message.nbytes)
 
     def say(self) -> list[fx.SubscriberEffect]:
         """Carry out the core's effects; those that concern the application are returned."""
@@ -208,6 +212,10 @@ class Session(forks.ForkAware):
                     self.door.send(encode(message))
                 case fx.ConnectBus(token, incarnation, slot):
                     self._connect_bus(token, incarnation, slot)
+                case fx.TakeSegment(segment, nbytes):
+                    fd = self._take_fd("a segment")
+                    check_segment(fd, segment, nbytes)
+                    self.segments[segment] = AttachedSegment(segment, fd, nbytes)
                 case fx.ForgetSegments(segments):
                     for segment in segments:
                         self.segments.pop(segment, None)
@@ -215,13 +223,14 @@ class Session(forks.ForkAware):
                     events.append(effect)
         return events
 
-    _board_fd: OwnedFd | None = None
+    def _take_fd(self, what: str) -> OwnedFd:
+        fd, self._fd = self._fd, None
+        if fd is None:
+            raise ViolationError("the publisher", f"{what} without its descriptor")
+        return fd
 
     def _connect_bus(self, token: bytes, incarnation: Incarnation, slot: int) -> None:
-        fd, self._board_fd = self._board_fd, None
-        if fd is None:
-            raise ViolationError("the publisher", "a Welcome without the board")
-        self.board = BoardView(fd, incarnation)
+        self.board = BoardView(self._take_fd("a board"), incarnation)
         self.slot, self.incarnation = slot, incarnation
         self.bus = DealerBus(self.endpoint.bus_path, token, MAX_MESSAGE_BYTES)
         self.bus.send(encode(Join()))

@@ -16,7 +16,7 @@ from busync.ids import Incarnation, Version
 from busync.manifest import Manifest
 from busync.protocol.effects import Granted
 from busync.session import Hold
-from busync.wire import NackCode, Value
+from busync.wire import NackCode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +29,9 @@ class SnapshotOwner(Protocol):
     """What a snapshot needs of its subscriber."""
 
     topic: str
+
+    def ensure_here(self) -> None:
+        """Check that the caller is on the subscriber's loop."""
 
     def acknowledge(self, hold: Hold) -> None:
         """Send Ack for the hold's version."""
@@ -63,7 +66,7 @@ class Snapshot:
         self.incarnation: Incarnation = incarnation
         self.manifest: Manifest = granted.manifest
         self.nbytes: int = granted.manifest.nbytes
-        self.values: dict[str, Value] = dict(granted.values)
+        self.values: dict[str, Any] = dict(granted.values)  # the caller knows what it published
         self.published_at: float = granted.published_at
         self._owner = owner
         self._hold: Hold | None = hold
@@ -101,14 +104,16 @@ class Snapshot:
 
         Afterwards the snapshot is spent and its lease ends, unless ``tensors`` was taken or this is inside
         ``async with snapshot:``. Cancelling waits for a copy that has begun; the modules are then completely loaded.
+        Nobody may use the modules meanwhile, coroutines included; assign ``tensors`` to exchange weights in one step.
 
         Raises:
             MismatchError: the version does not fit; nothing was changed, and the publisher is told.
-            UsageError: the snapshot was released or spent.
+            UsageError: the snapshot was released or spent, or this is not the subscriber's loop.
             AllocationError: the memory cannot be mapped.
             ClosedError: the subscriber was closed.
         """
         hold = self._held()
+        self._owner.ensure_here()
         cancelled = False
         try:
             if self.nbytes < INLINE_LOAD_BYTES:
@@ -135,9 +140,11 @@ class Snapshot:
         """Tell the publisher that this version is in use here. Asking for the next version says it as well.
 
         Raises:
-            UsageError: the snapshot was released or spent.
+            UsageError: the snapshot was released or spent, or this is not the subscriber's loop.
         """
-        self._owner.acknowledge(self._held())
+        hold = self._held()
+        self._owner.ensure_here()
+        self._owner.acknowledge(hold)
 
     def release(self) -> None:
         """Drop the snapshot's own references. The lease ends with the last tensor that the caller still has."""
@@ -151,6 +158,7 @@ class Snapshot:
             WaitTimeout: it did not come in time.
             PublisherLost: the session ended first.
         """
+        forks.ensure_same_process(self._pid, "snapshot")
         return await self._owner.wait_digest(self.version, timeout)
 
     def _held(self) -> Hold:
@@ -170,9 +178,11 @@ class Snapshot:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._blocks -= 1
-        if isinstance(error, Exception) and not isinstance(error, BusyncError) and self._hold is not None:
-            self._owner.fail(self._hold, "apply", f"{type(error).__name__}: {error}")
-        self.release()
+        try:
+            if isinstance(error, Exception) and not isinstance(error, BusyncError) and self._hold is not None:
+                self._owner.fail(self._hold, "apply", f"{type(error).__name__}: {error}")
+        finally:  # an error of the caller's may fail to say what it is
+            self.release()
 
     def __reduce__(self) -> Any:
         raise UsageError("a snapshot cannot be pickled or copied", "pass its tensors on, or open a subscriber there")

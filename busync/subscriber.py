@@ -9,12 +9,13 @@ import select
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 from busync import forks
 from busync.attachment import Attachment
-from busync.calls import settle
+from busync.calls import settle, start_job
 from busync.errors import (
     BusyncError,
     ClosedError,
@@ -34,6 +35,7 @@ from busync.snapshot import Snapshot
 from busync.transport.endpoint import Endpoint
 from busync.wire import NackCode
 
+HELD_PATIENCE = 1.0  #: seconds that a call waits for versions to be let go of here, before it raises PinnedError
 POLL_WINDOW = 0.002  #: seconds that poll() gives a version to arrive
 #: Refusals that trying again cannot change.
 FINAL_REFUSALS = frozenset({"uid", "wire-version", "topics"})
@@ -71,7 +73,11 @@ class Subscriber(forks.ForkAware):
 
     Args:
         endpoint: the publisher's bare name, ``ipc://PATH`` or a path.
-        topic, name, connect_timeout, prefetch: see ``SubscriberOptions``.
+        topic: the stream of versions to follow.
+        name: how the publisher's reports call this subscriber; "pid-PID" unless given. Need not be unique.
+        connect_timeout: seconds to wait for a publisher at first. Once attached, a subscriber reconnects for ever.
+        prefetch: keep one request standing, so that the next version is already here when it is asked for. It counts as
+            held.
         digests: have the publisher compute the content digest of every version that this subscriber is given.
 
     Raises:
@@ -93,6 +99,8 @@ class Subscriber(forks.ForkAware):
         self._attachment: Attachment  #: once opened
         self._opened = False
         self._waiters: list[_Waiter] = []
+        self._unsaid = False  #: what the waiters want must be said when the door has room
+        self._held_timer: asyncio.TimerHandle | None = None
         self._prefetched: Snapshot | None = None
         self._handed: tuple[Session, Version] | None = None  #: acknowledged when the next one is asked for
         #: The newest that a caller got. A grant is not enough: whoever waited for it may have been cancelled.
@@ -101,7 +109,7 @@ class Subscriber(forks.ForkAware):
         self._last: fx.Granted | None = None  #: of this session
         self._final: BusyncError | None = None  #: why there will never be a session again
         self._executor: ThreadPoolExecutor | None = None
-        self._job: asyncio.Future[None]
+        self._jobs: set[asyncio.Future[None]] = set()  #: that run
         self._closed = False
         self._pid = os.getpid()
 
@@ -127,7 +135,9 @@ class Subscriber(forks.ForkAware):
                 while not self._core.attached and self._final is None:
                     await self._attachment.wait_change()
         except TimeoutError:
-            reason = f"none within {self.options.connect_timeout:g} s ({self._attachment.lost_reason})"
+            lost = self._attachment.lost_reason
+            why = lost.reason if isinstance(lost, PublisherLost) else str(lost)
+            reason = f"none within {self.options.connect_timeout:g} s ({why})"
             await self.close()
             raise PublisherLost(self.endpoint.directory, reason) from None
         except BaseException:
@@ -144,10 +154,18 @@ class Subscriber(forks.ForkAware):
         await self.close()
 
     async def close(self) -> None:
-        """End the session. Tensors in place stay usable. May be called again; waiting calls get ClosedError."""
+        """End the session. Tensors in place stay usable. May be called again; waiting calls get ClosedError.
+
+        Raises:
+            UsageError: it is called on another loop while the subscriber's own runs.
+        """
         if self._closed or os.getpid() != self._pid:
             return
+        if self._opened and self._attachment.loop.is_running():
+            self.ensure_here()
         self._closed = True
+        if self._held_timer is not None:
+            self._held_timer.cancel()
         forks.unregister(self)
         error = ClosedError("subscriber")
         for waiter in self._waiters:
@@ -159,7 +177,8 @@ class Subscriber(forks.ForkAware):
             self._opened = False
             del self._attachment  # it refers back
         if self._executor is not None:
-            cancelled = await settle(self._job) or cancelled
+            for job in list(self._jobs):
+                cancelled = await settle(job) or cancelled
             self._executor.shutdown(wait=True)
         if cancelled:
             raise asyncio.CancelledError
@@ -182,9 +201,11 @@ class Subscriber(forks.ForkAware):
             WaitTimeout: there was none within ``timeout`` seconds (None: wait for ever).
             PinnedError: this process still holds as many versions as it may.
             RefusedError: the publisher does not want this subscriber any more.
+            FdError, AttachError: what the publisher sent could not be taken; the subscriber reconnects, so ask again.
+            UsageError: the subscriber is not open, or belongs to another event loop.
             ClosedError: the subscriber is closed; ForkedError: it belongs to the parent process.
         """
-        return await self._ask(lambda: self.adopted, "a newer version", timeout)
+        return await self._ask(lambda: self.adopted, f"a version newer than {self.adopted}", timeout)
 
     async def latest(self, timeout: float | None = None) -> Snapshot:
         """The newest version, which may be one that was handed out before; waits for the first if there is none.
@@ -205,21 +226,28 @@ class Subscriber(forks.ForkAware):
             lambda: max(have, self._newest_held(below_board=True)), f"version {version}", timeout, Version(version)
         )
 
-    def poll(self) -> Snapshot | None:
-        """The newest version if one newer than the last is on the board and arrives within 2 ms, else None.
+    def poll(self, timeout: float = POLL_WINDOW) -> Snapshot | None:
+        """A version newer than every version handed out so far, or None; at once if the board shows none.
 
-        Needs no running loop. Raises: as ``next``, but never WaitTimeout.
+        A version that is on the board gets ``timeout`` seconds to arrive. If it does not, a version that was asked for
+        ahead (``prefetch``) is handed out although there is a newer one by now.
+
+        Needs no running loop; a loop that runs is held meanwhile. Raises: as ``next``, but never WaitTimeout.
         """
+        stop_at = time.monotonic() + check_seconds("timeout", timeout)
         self._begin()
-        ready = self._take_prefetched(Version(self.adopted + 1))
-        if ready is not None:
-            return self._hand_over(ready)
-        if self._session is None or self._session.newest <= self.adopted:
+        session, ahead, self._prefetched = self._session, self._prefetched, None
+        if session is None or session.newest <= self.adopted:
             return None
-        self._check_held()
-        waiter = _Waiter(lambda: self.adopted, None)
+        if ahead is not None and ahead.version <= self.adopted:
+            ahead = None
+        if ahead is None:
+            self._check_held()
+        elif ahead.version == session.newest or len(self._core.leases) >= self._core.max_held:
+            return self._hand_over(ahead)
+        have = max(self.adopted, ahead.version if ahead is not None else Version(0))
+        waiter = _Waiter(lambda: have, None)
         self._add(waiter)
-        stop_at = time.monotonic() + POLL_WINDOW
         try:
             while waiter.snapshot is None and (left := stop_at - time.monotonic()) > 0 and self._session is not None:
                 watch = select.poll()
@@ -229,14 +257,21 @@ class Subscriber(forks.ForkAware):
                 self._attachment.turn()
         finally:
             self._remove(waiter)
-        return self._hand_over(waiter.snapshot) if waiter.snapshot is not None else None
+        if waiter.snapshot is None and self._session is not session:
+            return None  # what was asked for ahead went with its session
+        snapshot = waiter.snapshot or ahead
+        return self._hand_over(snapshot) if snapshot is not None else None
 
     # Looking
 
     @property
     def version(self) -> int:
         """The newest version that the publisher has published, 0 if none: a read of shared memory."""
-        return self._session.newest if self._session is not None else 0
+        session = self._session
+        try:
+            return session.newest if session is not None else 0
+        except ClosedError:  # its loop's thread ends the session at this very moment
+            return 0
 
     @property
     def adopted(self) -> Version:
@@ -251,9 +286,14 @@ class Subscriber(forks.ForkAware):
 
     @property
     def connected(self) -> bool:
-        """Whether the publisher counts this subscriber now. Looks at what has arrived first."""
+        """Whether the publisher counts this subscriber now. Looks at what has arrived first.
+
+        Raises:
+            UsageError: it is asked on another loop or thread than the subscriber's.
+        """
         if self._closed or os.getpid() != self._pid:
             return False
+        self.ensure_here()
         if self._opened:
             self._attachment.turn()
         return self._core.attached
@@ -265,6 +305,18 @@ class Subscriber(forks.ForkAware):
 
     # What snapshots need
 
+    def ensure_here(self) -> None:
+        """Check that this is the subscriber's own loop, or its thread while the loop does not run.
+
+        Raises:
+            UsageError: it is not. Its sockets and its books are not made for two threads.
+        """
+        if self._opened:
+            running = asyncio._get_running_loop()
+            own = self._attachment.loop
+            if running is not own and (running is not None or own.is_running()):
+                raise UsageError("this subscriber belongs to another event loop or thread", "open one per loop")
+
     def acknowledge(self, hold: Hold) -> None:
         """Send Ack for the hold's version, unless its session is over."""
         session = hold.session()
@@ -274,15 +326,21 @@ class Subscriber(forks.ForkAware):
     def _say_ack(self, session: Session, version: Version) -> None:
         if session is self._session:
             self._core.ack(version)
-            self.handle(session.say())
+            self._attachment.say()
 
     def fail(self, hold: Hold, code: NackCode, text: str) -> None:
-        """Send Nack for the hold's version, unless its session is over."""
+        """Send Nack for the hold's version, unless its session is over. Tensors may be asked for on any thread."""
+        try:
+            self.ensure_here()
+        except UsageError:
+            with suppress(RuntimeError):  # the loop is closed
+                self._attachment.loop.call_soon_threadsafe(self.fail, hold, code, text)
+            return
         if self._session is not None and hold.session() is self._session:
             if self._handed == (self._session, hold.version):
                 self._handed = None  # asking for the next one does not acknowledge it
             self._core.nack(hold.version, code, text)
-            self.handle(self._session.say())
+            self._attachment.say()
 
     def run(self, job: Callable[[], None]) -> asyncio.Future[None]:
         """Run a blocking job on a thread of this subscriber's own.
@@ -294,8 +352,10 @@ class Subscriber(forks.ForkAware):
             raise ClosedError("subscriber")
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="busync-load")
-        self._job = self._attachment.loop.run_in_executor(self._executor, job)  # one thread: the last one ends last
-        return self._job
+        future = start_job(self._attachment.loop, self._executor, job)
+        self._jobs.add(future)
+        future.add_done_callback(self._jobs.discard)  # what it raised refers to a version
+        return future
 
     async def wait_digest(self, version: Version, timeout: float) -> bytes:
         """The publisher's content digest of a version; see ``Snapshot.digest``."""
@@ -322,7 +382,10 @@ class Subscriber(forks.ForkAware):
 
     @property
     def _session(self) -> Session | None:
-        return self._attachment.session if self._opened else None
+        try:
+            return self._attachment.session if self._opened else None
+        except AttributeError:  # its loop's thread closes this subscriber at this very moment
+            return None
 
     def _begin(self) -> None:
         forks.ensure_same_process(self._pid, "subscriber")
@@ -330,8 +393,7 @@ class Subscriber(forks.ForkAware):
             raise ClosedError("subscriber")
         if not self._opened:
             raise UsageError("this subscriber is not open", "use it inside `async with`")
-        if asyncio._get_running_loop() not in (None, self._attachment.loop):
-            raise UsageError("this subscriber belongs to another event loop", "open one per loop")
+        self.ensure_here()
         self._attachment.turn()
         if self._final is not None:
             raise self._final
@@ -358,6 +420,7 @@ class Subscriber(forks.ForkAware):
                 snapshot = await future
         except TimeoutError:
             missing = [str(self._attachment.lost_reason)] if self._opened and not self._core.attached else []
+            what = f"{what} of topic {self.topic!r} from {self.endpoint.directory}"
             raise WaitTimeout(what, timeout or 0.0, missing) from None
         finally:
             self._remove(waiter)
@@ -404,10 +467,30 @@ class Subscriber(forks.ForkAware):
         self._attachment.turn()  # a release may have been sent that the books do not know yet
         if len(self._core.leases) < self._core.max_held:
             return
-        gc.collect()
-        self._attachment.turn()
-        if len(self._core.leases) >= self._core.max_held:
-            raise PinnedError(self._core.max_held, [str(hold) for hold in list(session.holds.values())])
+        for generation in (1, 2):  # to look at all objects of a process with torch takes 100 ms and more
+            gc.collect(generation)
+            self._attachment.turn()
+            if len(self._core.leases) < self._core.max_held:
+                return
+        raise PinnedError(self._core.max_held, [str(hold) for hold in list(session.holds.values())])
+
+    def _watch_held(self) -> None:
+        """See to it that no call waits without a word because others took the last lease while it waited."""
+        full = len(self._core.leases) >= self._core.max_held
+        if self._waiters and full and self._held_timer is None:
+            self._held_timer = self._attachment.loop.call_later(HELD_PATIENCE, self._look_held)
+
+    def _look_held(self) -> None:
+        self._held_timer = None
+        session = self._session
+        stalled = [waiter for waiter in self._waiters if session is not None and waiter.have < session.newest]
+        try:
+            if stalled:
+                self._check_held()
+        except PinnedError as error:
+            for waiter in stalled:
+                waiter.fail(error)
+        self._watch_held()
 
     def _add(self, waiter: _Waiter) -> None:
         self._waiters.append(waiter)
@@ -426,8 +509,11 @@ class Subscriber(forks.ForkAware):
         have: Version | None = min((waiter.have for waiter in self._waiters), default=None)
         if have is None and self.options.prefetch and self._prefetched is None and len(core.leases) < core.max_held:
             have = self.adopted
-        core.demand(have)
-        self.handle(session.say())
+        self._unsaid = session.door.pending > 0  # the publisher does not read: Wants and Withdraws would pile up
+        if not self._unsaid:
+            core.demand(have)
+            self._attachment.say()
+        self._watch_held()
 
     # Inside: the session
 
@@ -448,6 +534,8 @@ class Subscriber(forks.ForkAware):
                         future.set_result(digest)
                 case fx.Rejected(code, text):
                     raise RefusedError(self.endpoint.directory, code, text)
+        if self._unsaid and self._session is not None and not self._session.door.pending:
+            self._update_demand()
 
     def session_ended(self, error: BusyncError) -> None:
         """The session is over; called by the attachment. Calls go on waiting unless trying again cannot help."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from busync.errors import ClosedError, FdError
-from busync.fds import OwnedFd, fd_budget, map_fd, open_fds, raise_fd_limit
+from busync.fds import OwnedFd, address_of, fd_budget, map_fd, open_fds, raise_fd_limit, vacate
 
 PAGE = 4096
 
@@ -214,6 +214,26 @@ def test_map_fd_gives_the_pages_back() -> None:
         assert "/memfd:test" in Path("/proc/self/maps").read_text()
         mapping.close()
         assert "/memfd:test" not in Path("/proc/self/maps").read_text()
+
+
+def test_what_is_vacated_lets_go_of_the_file_and_keeps_its_place() -> None:
+    with memfd() as fd:
+        mapping = map_fd(fd, PAGE, mmap.PROT_READ, mmap.MAP_PRIVATE, mmap.mmap)
+        address = address_of(mapping)
+        assert "/memfd:test" in Path("/proc/self/maps").read_text()
+        vacate(address, PAGE)
+        maps = Path("/proc/self/maps").read_text()
+        assert "/memfd:test" not in maps
+        ranges = [line.split()[:2] for line in maps.splitlines()]
+        (mode,) = [mode for where, mode in ranges if _covers(where, address)]
+        assert mode == "---p"
+        mapping.close()
+        assert not any(_covers(line.split()[0], address) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _covers(where: str, address: int) -> bool:
+    low, high = (int(number, 16) for number in where.split("-"))
+    return low <= address < high
 
 
 def test_map_fd_refused_by_a_seal() -> None:

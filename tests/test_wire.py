@@ -57,7 +57,7 @@ MESSAGES: dict[type[Message], tuple[st.SearchStrategy[Any], Decode]] = {
         ),
         decode_door_down,
     ),
-    wire.Refuse: (st.builds(wire.Refuse, code=st.sampled_from(["uid", "closing"]), text=TEXTS), decode_door_down),
+    wire.Refuse: (st.builds(wire.Refuse, code=st.sampled_from(["uid", "protocol"]), text=TEXTS), decode_door_down),
     wire.Segment: (
         st.builds(wire.Segment, incarnation=NUMBERS, segment=NUMBERS, nbytes=st.integers(1, 1 << 46)),
         decode_door_down,

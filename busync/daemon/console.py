@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import typer
 
 from busync.calls import settle
-from busync.errors import BusyncError, OptionError, PublisherLost, WaitTimeout
+from busync.errors import BusyncError, EndpointError, OptionError, PublisherLost, WaitTimeout
+from busync.transport.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -50,6 +51,19 @@ class CommandError(BusyncError):
     def __init__(self, text: str, remedy: str = "", code: ExitCode = ExitCode.FAILURE) -> None:
         self.code = code
         super().__init__(text, remedy)
+
+
+def check_endpoint(where: str) -> str:
+    """Return ``where`` if it can name an endpoint.
+
+    Raises:
+        CommandError: it cannot, which is wrong usage.
+    """
+    try:
+        Endpoint.resolve(where)
+    except EndpointError as error:
+        raise CommandError(error.text, error.remedy, ExitCode.USAGE) from error
+    return where
 
 
 def exit_code_of(error: BaseException) -> ExitCode:

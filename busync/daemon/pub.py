@@ -18,7 +18,7 @@ from busync.daemon import console
 from busync.daemon.checkpoints import SAFETENSORS, SafetensorsFile, load_pickled, newest
 from busync.daemon.console import CommandError, Events, ExitCode
 from busync.daemon.watch import Watcher
-from busync.errors import BusyncError, OptionError
+from busync.errors import BusyncError, OptionError, PoolExhausted
 from busync.ids import DEFAULT_TOPIC, MAX_LABEL_BYTES, check_label
 from busync.options import WhenFull
 
@@ -85,6 +85,7 @@ def publish(
 
     Exit codes: 0 stopped, 1 failure, 2 wrong usage.
     """
+    console.check_endpoint(endpoint)
     check_label("--topic", topic)
     if label is not None:
         check_label("--label", label, empty=True)
@@ -118,8 +119,10 @@ class Sender:
             BusyncError: the endpoint or, without ``--watch``, the checkpoint cannot be used.
         """
         order = self._order
-        if not (order.source.parent if order.watch else order.source).exists():
-            remedy = "check the path" if order.watch else "check the path, or --watch to wait for it"
+        if order.watch and not order.source.parent.exists():
+            raise CommandError(f"the directory {order.source.parent} is not there", "make it first", ExitCode.USAGE)
+        if not order.watch and not order.source.exists():
+            remedy = "check the path, or --watch to wait for it"
             raise CommandError(f"{order.source} is not there", remedy, ExitCode.USAGE)
         path = None if order.watch else await console.in_thread(newest, order.source)
         async with busync.Publisher(
@@ -152,6 +155,7 @@ class Sender:
             except (OptionError, CommandError):
                 raise  # would fail for every file; nobody reads the output
             except (BusyncError, OSError, MemoryError) as error:
+                watcher.reject()
                 reason = console.describe(error)
                 self._events.warn("error", f"{path.name} was not published: {reason}", file=str(path), reason=reason)
 
@@ -193,20 +197,15 @@ class Sender:
         """Read the file straight into a loan, so that its weights are in memory once. None: it would have to wait."""
         order, stop = self._order, threading.Event()
         with await console.in_thread(SafetensorsFile, path) as file:
-            if order.when_full == "skip" and self._is_full(publisher):
+            try:
+                async with publisher.loan(like=file.layout, topic=order.topic) as loan:
+                    async with console.progress(f"reading {path.name}", file.nbytes) as advance:
+                        # The thread must not keep the tensors for the moment that it outlives its result.
+                        await console.in_thread(lambda: file.read_into(loan.tensors, advance, stop), on_cancel=stop.set)
+                    report = await loan.publish(label=label, wait=order.wait, timeout=order.timeout)
+            except PoolExhausted:
                 return None
-            async with publisher.loan(like=file.layout, topic=order.topic) as loan:
-                async with console.progress(f"reading {path.name}", file.nbytes) as advance:
-                    # The thread must not keep the tensors for the moment that it outlives its result.
-                    await console.in_thread(lambda: file.read_into(loan.tensors, advance, stop), on_cancel=stop.set)
-                report = await loan.publish(label=label, wait=order.wait, timeout=order.timeout)
             return Sent(report, len(file.layout), file.nbytes)
-
-    def _is_full(self, publisher: busync.Publisher) -> bool:
-        """Whether a loan would have to wait: loans do, whatever --when-full says."""
-        topic = publisher.status()["topics"].get(self._order.topic, {"versions": ()})
-        used = [entry for entry in topic["versions"] if entry["bytes"] and entry["state"] != "ABANDONED"]
-        return len(used) >= self._order.max_segments
 
     async def _publish_pickled(self, publisher: busync.Publisher, path: Path, label: str) -> Sent:
         order = self._order

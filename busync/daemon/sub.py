@@ -76,7 +76,7 @@ def subscribe(
     if save is not None and not save.is_dir():
         raise CommandError(f"--save {save} is not a directory", "create it", ExitCode.USAGE)
     order = Order(
-        endpoint=endpoint,
+        endpoint=console.check_endpoint(endpoint),
         topic=check_label("--topic", topic),
         name=f"busync-sub-{os.getpid()}" if name is None else check_label("--name", name, empty=True),
         count=count,

@@ -24,6 +24,7 @@ class Watcher:
         #: Files that cannot be used, in the state that was judged.
         self._bad: dict[Path, Stamp] = {}
         self._handed: tuple[Path, Stamp] | None = None
+        self._handed_before: tuple[Path, Stamp] | None = None
         self._trouble = ""
 
     def look(self) -> Path | None:
@@ -49,9 +50,16 @@ class Watcher:
                     self._bad[path] = stamp
                     self._tell(path, error.reason)
                 else:
-                    self._handed = (path, stamp)
+                    self._handed_before, self._handed = self._handed, (path, stamp)
                     return path
         return None
+
+    def reject(self) -> None:
+        """What was handed out last cannot be used after all: it does not come again, and hides no older file."""
+        if self._handed is not None:
+            path, stamp = self._handed
+            self._bad[path] = stamp
+            self._handed = self._handed_before
 
     def _is_old(self, path: Path, stamp: Stamp) -> bool:
         if self._handed is None:

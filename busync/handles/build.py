@@ -11,10 +11,11 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
-from busync.errors import ClosedError, HandleError
+from busync.errors import ClosedError, HandleError, UsageError
 from busync.handles.tensors import TORCH_DTYPES
 from busync.manifest import Manifest, TensorSpec
 
@@ -122,6 +123,12 @@ class Tensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._specs)
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "the tensors of a snapshot or loan cannot be pickled or copied together",
+            "open a subscriber there, or pass a dict() of them, which copies them",
+        )
 
     def __repr__(self) -> str:
         return f"<{len(self._specs)} tensors, {self._builder.manifest.nbytes} bytes>"

@@ -79,6 +79,7 @@ def plan_load(
             for name, tensor in module.state_dict(keep_vars=True).items()
             if isinstance(tensor, torch.Tensor)
         }
+        live = _Live(module)
         filled: set[str] = set()
         for spec in manifest.tensors:
             name = translate(spec.name)
@@ -92,6 +93,8 @@ def plan_load(
                     problems.append(f"the module has no {name!r}{where}")
             elif problem := _problem(spec, target, many=many):
                 problems.append(f"{name!r} {problem}{where}")
+            elif not live.has(target):
+                problems.append(f"{name!r} is a copy that state_dict() made, and not what the module uses{where}")
             else:
                 pairs.append(_pair(spec, target, manifest.groups[spec.group].offset_bytes))
             filled.add(name)
@@ -100,6 +103,32 @@ def plan_load(
     if problems:
         raise MismatchError(version, problems)
     return LoadPlan(pairs)
+
+
+class _Live:
+    """The memory that a module uses: what its state dict shows need not be that (a hook may have made copies)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = [part for m in module.modules() for part in (m._parameters, m._buffers)]
+        self._tensors = [tensor for part in parts for tensor in part.values() if tensor is not None]
+        self._ids = {id(tensor) for tensor in self._tensors}
+        self._storages: set[int] | None = None
+
+    def has(self, target: torch.Tensor) -> bool:
+        """Whether what is written to ``target`` reaches the module."""
+        if id(target) in self._ids or target.numel() == 0:
+            return True
+        if self._storages is None:
+            self._storages = {_storage(tensor) for tensor in self._tensors} - {0}
+        return _storage(target) in self._storages
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Names the storage of a tensor; 0 if it has none that can be named."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse, or a wrapper
+        return 0
 
 
 def _translator(names: NameMap | None) -> Callable[[str], str | None]:

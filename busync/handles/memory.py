@@ -11,19 +11,38 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 import weakref
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from busync.errors import AllocationError, AttachError, FdError
-from busync.fds import SEALS, OwnedFd, check_sealed, map_fd
+from busync.fds import SEALS, OwnedFd, address_of, check_sealed, map_fd, vacate
 from busync.forks import ForkAware, fork_lock, immortal, register
+
+
+class _Place(Struct, eq=False, gc=False):
+    """Where a private mapping is, and what must outlive it.
+
+    It dies after the last tensor, while the mapping object is being deallocated and has not unmapped yet: so it lets go
+    of the memory itself, and only then of ``keep``. The garbage collector does not see it, and therefore cannot take
+    ``keep`` down earlier, with a cycle whose finalizers may still use the tensors.
+    """
+
+    address: int
+    nbytes: int
+    keep: object
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # or else modules are half gone, and the memory goes with the process
+            vacate(self.address, self.nbytes)
 
 
 class PrivateMapping(mmap.mmap):
     """A copy-on-write mapping of a segment. Lives as long as any tensor made from it; never close() it by hand."""
 
-    #: Something that must live as long as the mapping.
-    hold: object = None
+    _place: _Place
 
 
 @dataclass(slots=True, eq=False)
@@ -87,16 +106,20 @@ def check_segment(fd: OwnedFd, segment: int, nbytes: int) -> None:
         raise AttachError(segment, str(error)) from error
 
 
-def map_private(fd: OwnedFd, nbytes: int) -> PrivateMapping:
+def map_private(fd: OwnedFd, nbytes: int, keep: object = None) -> PrivateMapping:
     """Map a checked segment copy-on-write: what is written stays in this process. Forked children get it too.
+
+    ``keep`` lives until the memory is not mapped any more: when it dies, /proc/PID/maps has no trace of it.
 
     Raises:
         AllocationError: the kernel refuses the mapping.
     """
     try:
-        return map_fd(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, PrivateMapping)
+        mapping = map_fd(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, PrivateMapping)
     except OSError as error:
         raise _translate(error, nbytes) from error
+    mapping._place = _Place(address_of(mapping), nbytes, keep)
+    return mapping
 
 
 def map_readonly(fd: OwnedFd, nbytes: int) -> mmap.mmap:

@@ -28,12 +28,13 @@ class Flat:
     values: dict[str, Value] = field(default_factory=dict)
 
 
-def flatten(source: Source) -> Flat:
+def flatten(source: Source, values: Mapping[str, Value] | None = None) -> Flat:
     """Flatten a source to dotted names, without changing or keeping it.
 
     A module stands for its state dict (parameters and persistent buffers), also inside a container. Keys of mappings
     and positions in lists and tuples become components of the names. A generator, or a list, of (name, tensor) pairs
-    may be the source itself. Tensors and plain values are leaves; a container without any leaf vanishes.
+    may be the source itself. Tensors and plain values are leaves; a container without any leaf vanishes. ``values``
+    join the plain values of the source.
 
     Raises:
         ExportError: the source or a leaf is of a kind that cannot be published; a name is not a string, occurs twice,
@@ -47,6 +48,8 @@ def flatten(source: Source) -> Flat:
         children = _pairs(source)
     flat = Flat()
     _collect(flat, "", children, [id(source)])
+    if values is not None:
+        _collect(flat, "", values.items(), [id(values)])
     _check_values(flat.values)
     return flat
 
@@ -84,7 +87,7 @@ def _collect(flat: Flat, prefix: str, children: Iterable[tuple[object, object]],
     for key, node in children:
         if not isinstance(key, str) or not key:
             raise ExportError(f"{prefix}{key}", f"the key {key!r} is not a string with content", "use text as keys")
-        name = f"{prefix}{key}"
+        name = prefix + key  # not by a format: a class derived from str may print something else
         if isinstance(node, torch.Tensor):
             _check_name(flat, name)
             flat.tensors[name] = node

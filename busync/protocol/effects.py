@@ -134,6 +134,14 @@ class ConnectBus:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeSegment:
+    """Check the descriptor that came with the packet, and keep it: it is the segment's."""
+
+    segment: SegmentId
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Attached:
     """The publisher counts this session."""
 
@@ -177,4 +185,6 @@ class Rejected:
     text: str
 
 
-SubscriberEffect = ToDoor | ConnectBus | Attached | Granted | ForgetSegments | DigestArrived | Rejected
+SubscriberEffect = (
+    ToDoor | ConnectBus | TakeSegment | Attached | Granted | ForgetSegments | DigestArrived | Rejected
+)  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from busync.errors import OptionError, PoolExhausted, ViolationError, WireVersionError
 from busync.ids import Incarnation, LeaseId, SegmentId, SessionId, Version, check_label
-from busync.options import PublisherOptions, WhenFull
+from busync.options import PublisherOptions
 from busync.protocol import effects as fx
 from busync.protocol.guards import holds
 from busync.protocol.ledger import Entry, Event, Lease, Ledger, State
@@ -103,13 +103,24 @@ class PublisherProtocol:
             self._effects.append(fx.WriteBoard(slot, Version(0)))
         return topic
 
+    def _make_room(self) -> None:
+        """Give up a topic that subscribers alone have asked for, if there is no slot left: the publisher's go first."""
+        unused = next((t for t in self.topics.values() if t.unused), None)
+        if len(self.topics) == MAX_TOPICS and unused is not None:
+            del self.topics[unused.name]
+            for session in unused.sessions.values():
+                self.refuse(session.id, "topics", f"nothing was published on {unused.name!r}, and its place is needed")
+
     def reserve(self, topic_name: str, nbytes: int, state: State, now: float) -> int:
-        """Ask for a segment; a Reserved effect answers, now or later. Loans always wait."""
+        """Ask for a segment; a Reserved effect answers, now or later.
+
+        Raises:
+            OptionError: there are 255 topics already.
+        """
+        if topic_name not in self.topics:
+            self._make_room()
         topic = self.topic(topic_name)
-        when_full: WhenFull = "wait" if state is State.LOANED else self.options.when_full
-        reservation = Reservation(
-            next(self._ids), topic, nbytes, state, when_full, now, now + self.options.lease_timeout
-        )
+        reservation = Reservation(next(self._ids), topic, nbytes, state, now, now + self.options.lease_timeout)
         self._reservations[reservation.id] = reservation
         topic.queue.append(reservation)
         self._serve_queue(topic, now)
@@ -169,6 +180,9 @@ class PublisherProtocol:
         topic = self.topics[topic_name]
         entry = self._digesting.pop((topic_name, version))
         entry.digest = digest
+        if digest is not None and version > topic.digested[0]:
+            self.counters["unchanged"] += digest == topic.digested[1]
+            topic.digested = version, digest
         for reader in topic.digest_readers.pop(version, []):
             if reader in self.sessions and digest is not None:
                 self._send_digest(self.sessions[reader], version, digest)
@@ -220,7 +234,7 @@ class PublisherProtocol:
                     if lease is not None:
                         topic.ledger.taint(lease)
             case Nack():
-                session.reason = message.text
+                session.failed, session.reason = max(session.failed, Version(message.version)), message.text
                 self.counters["nacks"] += 1
                 self._waits.fail(session, message.version, message.text)
         self._serve_queue(topic, now)
@@ -254,12 +268,14 @@ class PublisherProtocol:
         session.leases.clear()
         self._serve_queue(topic, now)
         self._waits.lose(session)
-        if not topic.sessions and not topic.version and not topic.queue and not topic.ledger.entries:
+        if not topic.sessions and topic.unused and self.topics.get(topic.name) is topic:
             del self.topics[topic.name]
 
     def refuse(self, session_id: SessionId, code: RefuseCode, text: str) -> None:
         """Tell a session why it cannot be, and end it."""
         session = self.sessions[session_id]
+        if session.ended:
+            return
         self.counters["refused"] += 1
         self._effects.append(fx.SendDoor(session.id, Refuse(code=code, text=text[:MAX_TEXT])))
         self._end(session, text)
@@ -270,6 +286,15 @@ class PublisherProtocol:
         """Who is attached to a topic now."""
         topic = self.topics.get(topic_name)
         return {s.id: s.name for s in topic.sessions.values() if s.attached} if topic else {}
+
+    def held(self) -> list[tuple[str, Version, dict[SessionId, str]]]:
+        """Every version that sessions have a lease on: its topic, its number, and who they are."""
+        return [
+            (topic.name, e.version, {le.session: self.sessions[le.session].name for le in e.leases.values()})
+            for topic in self.topics.values()
+            for e in topic.ledger.entries
+            if e.leases
+        ]
 
     def wait(
         self, topic_name: str, version: Version, what: WaitFor, need: int | None,
@@ -409,16 +434,14 @@ class PublisherProtocol:
                 topic.queue.popleft()
                 reservation.entry = entry
                 self._answer(reservation, now, entry)
-            elif reservation.when_full == "skip":
+            elif self.options.when_full == "skip" and reservation.state is not State.LOANED:
                 self._give_up(reservation, now, skipped=True)
-            elif not ledger.may_wait():
+            elif self.options.when_full == "skip" or not ledger.may_wait():
                 loans = sum(e.state is State.LOANED for e in ledger.entries)
                 self._give_up(reservation, now, error=PoolExhausted(topic.name, ledger.max_segments, loans))
             elif not ledger.relieve(timed_out=now >= reservation.deadline_at):
                 reservation.blocked_by = reservation.blocked_by or self._holders(topic)
                 break
-        for reservation in [r for r in topic.queue if r.when_full == "skip"]:  # behind a loan, which waits
-            self._give_up(reservation, now, skipped=True)
         self.counters["abandoned"] = sum(t.ledger.abandoned for t in self.topics.values())
         if ledger.dropped:
             self._effects += [fx.DropSegment(segment) for segment in ledger.dropped]

@@ -7,8 +7,8 @@ is only how far the application has come in the present incarnation.
 
 from __future__ import annotations
 
-from busync.errors import ViolationError, WireVersionError
-from busync.ids import Incarnation, LeaseId, SegmentId, Version
+from busync.errors import OptionError, ViolationError, WireVersionError
+from busync.ids import Incarnation, LeaseId, SegmentId, Version, check_label
 from busync.manifest import GroupSpec, Manifest, TensorSpec, check_part
 from busync.protocol import effects as fx
 from busync.protocol.guards import holds
@@ -86,7 +86,7 @@ class SubscriberProtocol:
         self._effects.clear()
 
     def receive_door(self, message: DoorDown) -> None:
-        """A packet from the door; the shell has already stored the descriptor that came with it.
+        """A packet from the door. The effects that follow say what to do with the descriptor that came with it.
 
         Raises:
             ViolationError: the message is not allowed now; the shell ends the session.
@@ -108,6 +108,7 @@ class SubscriberProtocol:
             case Segment():
                 if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
                     self.segments[SegmentId(message.segment)] = message.nbytes
+                    self._effects.append(fx.TakeSegment(SegmentId(message.segment), message.nbytes))
                     self._complete()
             case Forget():
                 if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
@@ -178,6 +179,12 @@ class SubscriberProtocol:
             return
         if not holds("not_older", announce.version, self.adopted):
             raise ViolationError(PEER, f"version {announce.version} after version {self.adopted}")
+        if LeaseId(announce.lease) in self.leases:
+            raise ViolationError(PEER, f"lease {announce.lease} for a second version")
+        try:
+            check_label("label", announce.label, empty=True)
+        except OptionError as error:
+            raise ViolationError(PEER, str(error)) from None
         self._announce = announce
         self.leases[LeaseId(announce.lease)] = Version(announce.version)
         self._complete()
@@ -216,7 +223,7 @@ class SubscriberProtocol:
         expected = 0 if last is None else last.part + 1
         same = last is None or (last.layout, last.parts, last.nbytes) == (part.layout, part.parts, part.nbytes)
         if part.part != expected or not same:
-            raise ViolationError(PEER, f"part {part.part} of a manifest instead of {expected}")
+            raise ViolationError(PEER, f"part {part.part} of a manifest does not follow what came before")
         if last is None:
             self._groups, self._tensors, self._names = [], [], set()
         try:

@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from busync.ids import LeaseId, SegmentId, SessionId, Version
-from busync.options import WhenFull
 from busync.protocol.ledger import NO_VERSION, Entry, Lease, Ledger, State
 from busync.wire import Value, Want
 
@@ -30,7 +29,8 @@ class Session:
     granted: Version = NO_VERSION
     acked: Version = NO_VERSION
     skipped: int = 0
-    reason: str = ""  #: of its last Nack
+    failed: Version = NO_VERSION  #: what it said it cannot use, last
+    reason: str = ""  #: and why
     ended: bool = False  #: the shell was told to close it; nothing that still arrives counts
 
 
@@ -54,6 +54,12 @@ class Topic:
     sessions: dict[SessionId, Session] = field(default_factory=dict)
     queue: deque[Reservation] = field(default_factory=deque)
     digest_readers: dict[Version, list[SessionId]] = field(default_factory=dict)
+    digested: tuple[Version, bytes] = (NO_VERSION, b"")  #: the newest version whose content digest is known
+
+    @property
+    def unused(self) -> bool:
+        """Whether the publisher has no part in it: subscribers wait for what may never come."""
+        return not self.version and not self.queue and not self.ledger.entries
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +70,6 @@ class Reservation:
     topic: Topic
     nbytes: int
     state: State
-    when_full: WhenFull
     asked_at: float
     deadline_at: float
     entry: Entry | None = None

@@ -73,6 +73,9 @@ class Waits:
         self._waits[wait.id] = wait
         for session_id in [s for s in wait.pending if s not in wait.topic.sessions]:
             wait.lose(session_id)
+        for session in wait.topic.sessions.values():
+            if wait.what == "acked" and session.acked < wait.version <= session.failed:
+                wait.fail(session.id, session.reason)
         self._look(wait, wait.topic.sessions.values())
 
     def cancel(self, wait_id: int) -> None:

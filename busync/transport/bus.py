@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
@@ -22,7 +23,9 @@ from busync.fds import fd_budget
 
 _MAX_JOIN_BYTES = 256  #: upstream carries nothing but Join
 _SPARE_FDS = 16  #: more than a context, a socket and its monitor need
+_BACKLOG = 1024
 _SEND_QUEUE = 4096  #: messages for one subscriber that does not read
+_FRAMES_PER_CALL = 256  #: the most that one receive() of the publisher looks at: a peer may send without end
 _MAX_SOCKETS = 65_535  #: of one process; far above what its descriptors allow
 _NOW = int(zmq.NOBLOCK)
 _NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -104,6 +107,29 @@ def _translate(path: str, error: zmq.ZMQError) -> BusyncError:
     return EndpointError(path, f"the bus failed: {zmq.strerror(error.errno or 0)}")
 
 
+def _listen(path: str) -> socket.socket:
+    """A listening socket at ``path``, for its owner alone from the first moment.
+
+    ZeroMQ's own would take the path from whoever has it, and remove it at its end, though somebody else may have it.
+
+    Raises:
+        EndpointError: the path cannot be bound.
+        FdError: the process has no descriptor left.
+    """
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise _no_descriptor() from error
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # what the file at the path gets, less the umask
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise EndpointError(path, f"the bus cannot be bound: {error.strerror or error}") from error
+    return listener
+
+
 def _refuse(make: Callable[[str], ClosedError], *_: object) -> NoReturn:
     raise make("bus")
 
@@ -162,14 +188,21 @@ class RouterBus(_Bus):
         super().__init__(zmq.ROUTER, path)
         #: Messages from peers that were not one token and one frame, and were dropped.
         self.malformed = 0
+        self._parts: list[bytes] = []  #: of the message that is being received
         try:
             self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._sock.setsockopt(zmq.MAXMSGSIZE, _MAX_JOIN_BYTES)
             self._sock.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+            listener = _listen(path)
+            self._sock.setsockopt(zmq.USE_FD, listener.fileno())
             self._sock.bind(f"ipc://{path}")
+            listener.detach()  # it is ZeroMQ's now
         except zmq.ZMQError as error:
             self.close()
             raise _translate(path, error) from error
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, token: bytes, data: bytes) -> Sent:
         """Send one message to the subscriber that connected with ``token``.
@@ -190,19 +223,21 @@ class RouterBus(_Bus):
         return Sent.SENT
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """The next message and the token that its sender connected with, or None if there is none.
+        """The next message and the token that its sender connected with, or None if there is none (in reach).
 
         Raises:
             EndpointError: ZeroMQ failed in an unknown way.
             ClosedError: the bus is closed, or belongs to the parent of this process.
         """
         try:
-            while self._get(_EVENTS) & _POLLIN:
-                parts = [self._recv(_NOW)]
-                while self._get(_MORE):
-                    part = self._recv(_NOW)
-                    if len(parts) < 3:
-                        parts.append(part)
+            for _ in range(_FRAMES_PER_CALL):
+                if not self._get(_EVENTS) & _POLLIN:
+                    break
+                self._parts.append(self._recv(_NOW))
+                if self._get(_MORE):
+                    del self._parts[3:]
+                    continue
+                parts, self._parts = self._parts, []
                 if len(parts) == 2:
                     return parts[0], parts[1]
                 self.malformed += 1

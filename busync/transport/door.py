@@ -30,6 +30,7 @@ _SEND_FLAGS = int(socket.MSG_NOSIGNAL)
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 _DATA_CUT, _CUT = int(socket.MSG_TRUNC), int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _FD = struct.Struct("i")
+_SO_PASSRIGHTS = 83  # Linux 6.16; Python does not name it
 #: A send that may work later: no room, or too many descriptors of this user are in flight.
 _BUSY = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS, errno.EINTR})
 #: A send to a connection that has ended, which ``receive`` reports.
@@ -257,6 +258,11 @@ class DoorListener(forks.ForkAware):
             #: Given up for a moment at the limit on descriptors, so that a caller can be turned away.
             self._reserve: OwnedFd | None = None
             try:
+                os.fchmod(self._sock.fileno(), 0o600)  # what the file at the path gets, less the umask
+                with suppress(OSError):
+                    # Connections inherit it. Descriptors are only ever sent to subscribers, and to close one that a
+                    # peer has sent may block: a TCP socket that lingers.
+                    self._sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
                 self._sock.bind(path)
                 self._sock.listen(_BACKLOG)
                 self._reserve = _open_reserve()

@@ -23,6 +23,7 @@ MAX_SOCKET_PATH_BYTES = 107  #: what fits sockaddr_un with its closing NUL
 _SOCKETS = ("bus", "door")
 _LOCK = "lock"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_RUNTIME_REMEDY = "choose another name, or set BUSYNC_RUNTIME_DIR to a directory of your own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,12 @@ class Endpoint:
                 runtime = _runtime_directory()
                 endpoint = cls(text, os.path.join(runtime, path), runtime)
             endpoint.directory.encode()  # ZeroMQ takes nothing but UTF-8
-            too_long = len(os.fsencode(endpoint.door_path)) - MAX_SOCKET_PATH_BYTES
+            nbytes = len(os.fsencode(endpoint.door_path))
         except (OSError, UnicodeEncodeError) as error:  # OSError: the working directory is gone
             raise EndpointError(repr(text), f"cannot be resolved: {error}", "use an absolute path in UTF-8") from error
-        if too_long > 0:
-            reason = f"the path {endpoint.door_path} is {too_long} bytes too long for a Unix socket"
+        if nbytes > MAX_SOCKET_PATH_BYTES:
+            limit = f"more than the {MAX_SOCKET_PATH_BYTES} of a Unix socket"
+            reason = f"the path {endpoint.door_path} has {nbytes} bytes, {limit}"
             raise EndpointError(text, reason, "use a shorter path or name, or set BUSYNC_RUNTIME_DIR to a short one")
         return endpoint
 
@@ -110,7 +112,8 @@ class Endpoint:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise FdError("no descriptor is left for the lock", "raise the limit on open files") from error
-            raise EndpointError(self.text, _describe(error), "choose another name or path") from error
+            remedy = "choose another name or path" if self.runtime is None else _RUNTIME_REMEDY
+            raise EndpointError(self.text, _describe(error), remedy) from error
 
     def check_client(self) -> None:
         """Check that nobody but the publisher can put a socket into the directory. A missing one is fine.
@@ -120,7 +123,7 @@ class Endpoint:
         """
         try:
             if self.runtime is not None:
-                _check_directory(self.text, self.runtime, (os.geteuid(), 0))
+                _check_directory(self.text, self.runtime, (os.geteuid(), 0), _RUNTIME_REMEDY)
             _check_directory(self.text, self.directory, None if self.runtime is None else (os.geteuid(), 0))
         except FileNotFoundError:
             pass
@@ -154,14 +157,22 @@ class Claim(forks.ForkAware):
         """Remove the sockets and let go of the lock. May be called again; does nothing in a forked child."""
         if self._lock.closed or os.getpid() != self._pid:
             return
-        for name in _SOCKETS:
-            with contextlib.suppress(OSError, EndpointError):
-                _sweep(self.endpoint, name)
+        if self._is_ours():
+            for name in _SOCKETS:
+                with contextlib.suppress(OSError, EndpointError):
+                    _sweep(self.endpoint, name)
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock.fileno(), 0)
         # A child that Python's fork hooks did not see shares the lock: unlocking ends it there too, closing does not.
         fcntl.flock(self._lock.fileno(), fcntl.LOCK_UN)
         self._lock.close()
+
+    def _is_ours(self) -> bool:
+        """Whether the path still leads to the lock held here. Its directory may have been removed and made anew."""
+        try:
+            return os.path.samestat(os.lstat(self.endpoint.lock_path), os.fstat(self._lock.fileno()))
+        except OSError:
+            return False
 
     def after_fork_in_child(self) -> None:
         """Let go of the child's share of the lock, which would outlive a killed publisher."""
@@ -180,10 +191,12 @@ def _describe(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 
-def _check_directory(text: str, path: str, owners: tuple[int, ...] | None) -> os.stat_result:
+def _check_directory(
+    text: str, path: str, owners: tuple[int, ...] | None, remedy: str = "choose another name or path"
+) -> os.stat_result:
     """Check that ``path`` is a directory of one of ``owners`` that only its owner can write to."""
     found = os.lstat(path)
-    remedy = "remove it, fix it, or choose another name or path"
+    remedy = f"remove it, fix it, or {remedy}"
     if not stat.S_ISDIR(found.st_mode):
         raise EndpointError(text, f"{path} is not a directory", remedy)
     if owners is not None and found.st_uid not in owners:
@@ -207,7 +220,7 @@ def _make_directory(path: str, mode: int) -> None:
 
 def _prepare_runtime(text: str, path: str, mode: int) -> None:
     _make_directory(path, mode)
-    found = _check_directory(text, path, (os.geteuid(),))
+    found = _check_directory(text, path, (os.geteuid(),), _RUNTIME_REMEDY)
     if mode & ~found.st_mode:  # it exists and is narrower: other users must be able to pass
         os.chmod(path, stat.S_IMODE(found.st_mode) | mode)
 

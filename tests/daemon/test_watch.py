@@ -48,6 +48,17 @@ def test_a_file_is_handed_out_once_per_state_and_after_two_equal_looks(tmp_path:
     assert looks.told == []
 
 
+def test_a_file_that_turns_out_to_be_bad_hides_no_older_one(tmp_path: Path) -> None:
+    looks = Looks(tmp_path)
+    write(tmp_path / "1.safetensors", mtime=100)
+    write(tmp_path / "2.safetensors", mtime=200)
+    assert looks(2) == ["2.safetensors"]
+    looks.watcher.reject()
+    assert looks(3) == ["1.safetensors"]
+    replace(tmp_path / "2.safetensors", 2, mtime=300)
+    assert looks(3) == ["2.safetensors"], "a new state is judged anew"
+
+
 def test_a_file_that_is_being_written_is_left_alone_without_a_word(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     write(path)

@@ -20,9 +20,10 @@ from tests.support.roles import wait_until
 def test_everything_once() -> None:
     model = patterns.Module()
     with blocking.Publisher("p") as pub, blocking.Subscriber("p", name="a") as sub:
-        assert pub.publish(patterns.state(1, 1), label="x").pending == ("a",)
+        assert pub.publish(patterns.state(1, 1), label="x", values={"step": 1}).pending == ("a",)
         snapshot = sub.next(timeout=5)
         assert (snapshot.version, snapshot.label, snapshot.topic) == (1, "x", "default")
+        assert snapshot.values == {"step": 1}
         patterns.check(snapshot.tensors, 1, 1)
         snapshot.ack()
         pub.wait(1, timeout=5)

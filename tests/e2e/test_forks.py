@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -139,6 +140,41 @@ async def test_a_fork_inside_a_running_loop_with_both_sides_in_the_process() -> 
             assert (await sub.next(timeout=5)).version == version
         patterns.check(tensors, 1, 1)
         assert sub.connected
+
+
+def test_a_version_that_a_finalizer_saved_is_known_to_a_fork() -> None:
+    with blocking.Publisher("p", max_segments=2) as pub, blocking.Subscriber("p", name="a") as sub:
+        pub.publish(patterns.state(1, 1))
+        saved: list[blocking.Snapshot] = []
+
+        class Agent:
+            def __init__(self, snapshot: blocking.Snapshot) -> None:
+                self.snapshot = snapshot
+                self.me = self
+
+            def __del__(self) -> None:
+                saved.append(self.snapshot)
+
+        Agent(sub.next(timeout=5))
+        gc.collect()
+        tensors = dict(saved[0].tensors)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            with suppress(BaseException):
+                os.close(writer)
+                os.read(reader, 1)  # until the parent has published over what it let go of
+                patterns.check(tensors, 1, 1)
+                status = 0
+            os._exit(status)
+        tensors.clear()
+        saved.clear()
+        for version in range(2, 6):
+            pub.publish(patterns.state(1, version))
+        os.close(writer)
+        os.close(reader)
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_loaded_snapshot_in_a_child_is_refused_and_not_read() -> None:

@@ -133,6 +133,25 @@ async def test_nested_containers_and_plain_values() -> None:
     }  # fmt: skip
 
 
+async def test_plain_values_beside_a_module() -> None:
+    """They join those of the source; what cannot travel is refused and burns no version."""
+    module = torch.nn.Linear(1, 1)
+    async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
+        await pub.publish(module, values={"step": 3, "rate": 0.1})
+        snapshot = await sub.next(timeout=5)
+        assert snapshot.values == {"step": 3, "rate": 0.1}
+        await snapshot.load_into(torch.nn.Linear(1, 1))
+        await pub.publish({"w": torch.zeros(1), "step": 4}, values={"rate": 0.2})
+        assert (await sub.next(timeout=5)).values == {"step": 4, "rate": 0.2}
+        with pytest.raises(busync.OptionError, match="weight"):
+            await pub.publish(module, values={"weight": torch.ones(1)})  # type: ignore[dict-item]
+        with pytest.raises(busync.ExportError, match="weight"):
+            await pub.publish(module, values={"weight": 1})
+        with pytest.raises(busync.ExportError, match="large"):
+            await pub.publish(module, values={"large": bytes(2**21)})
+        assert (await pub.publish(module)).version == 3
+
+
 async def test_pairs() -> None:
     snapshot, _ = await _through((name, tensor) for name, tensor in patterns.state(1, 1).items())
     patterns.check(snapshot.tensors, 1, 1)

@@ -220,7 +220,7 @@ async def test_next_gives_the_newest_and_never_the_same_twice() -> None:
         snapshot = await sub.next(timeout=5)
         assert snapshot.version == 5
         assert (sub.version, sub.adopted, sub.lag) == (5, 5, 0)
-        with pytest.raises(busync.WaitTimeout, match="newer version"):
+        with pytest.raises(busync.WaitTimeout, match="newer than 5"):
             await sub.next(timeout=0.05)
         await soon(lambda: pub.status()["subscribers"][0]["version"] == 5)
 
@@ -289,6 +289,42 @@ async def test_poll() -> None:
             patterns.check(snapshot.tensors, 1, version)
             assert sub.poll() is None
         await soon(lambda: pub.status()["subscribers"][0]["leases"] == [5])
+
+
+async def test_poll_hands_out_what_was_asked_for_ahead_when_the_newest_does_not_arrive() -> None:
+    """A publisher that never answers in time must not keep an actor that polls on its first version for ever."""
+    async with busync.Publisher("p") as pub, busync.Subscriber("p", prefetch=True) as sub:
+        await pub.publish(STATE)
+        await (await sub.next(timeout=5)).ack()
+        await pub.publish(STATE)
+        for version in (2, 3, 4):
+            await soon(lambda: sub._prefetched is not None)
+            await pub.publish(STATE)  # overtakes the one that has arrived
+            snapshot = sub.poll(timeout=0.0)
+            assert snapshot is not None
+            assert snapshot.version == version
+            del snapshot
+        newest = sub.poll(timeout=5)
+        assert newest is not None
+        assert newest.version == 5
+        assert sub.poll(timeout=5) is None  # at once: there is nothing newer
+        with pytest.raises(busync.OptionError):
+            sub.poll(timeout=-1)
+
+
+async def test_poll_with_every_lease_in_use_hands_out_what_was_asked_for_ahead() -> None:
+    async with busync.Publisher("p", max_held=2) as pub, busync.Subscriber("p", prefetch=True) as sub:
+        await pub.publish(STATE)
+        kept = (await sub.next(timeout=5)).tensors
+        await pub.publish(STATE)
+        await soon(lambda: sub._prefetched is not None)
+        await pub.publish(STATE)
+        snapshot = sub.poll()
+        assert snapshot is not None
+        assert snapshot.version == 2
+        assert len(kept) == len(snapshot.tensors)
+        with pytest.raises(busync.PinnedError):
+            sub.poll()
 
 
 async def test_topics_are_independent() -> None:

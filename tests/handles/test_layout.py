@@ -278,9 +278,12 @@ def test_planning_changes_nothing() -> None:
 @pytest.mark.parametrize(("count", "limit"), [(300, 0.02), (70_000, 3.0)])  # aims: 2 ms and 1 s; machines are busy
 def test_planning_is_quick(count: int, limit: float) -> None:
     flat = flatten({f"w{index}": torch.zeros(1) for index in range(count)})
-    start = time.perf_counter()
-    plan(flat)
-    assert time.perf_counter() - start < limit
+    seconds = []
+    for _ in range(5):
+        start = time.thread_time()
+        plan(flat)
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < limit
 
 
 # Any views of one storage

@@ -36,6 +36,23 @@ def test_every_module_gets_the_whole_version() -> None:
         assert_loaded(target, source)
 
 
+def test_what_a_hook_put_into_the_state_dict_is_no_target() -> None:
+    def change(state: dict[str, Any], how: str) -> None:
+        tensor = state["0.weight"]
+        state["0.weight"] = {"copy": tensor.clone, "alias": tensor.detach, "view": lambda: tensor.view(4, 3)}[how]()
+
+    for how in ("alias", "view", "copy"):
+        target: Any = net()
+        target._register_state_dict_hook(lambda module, state, *_, how=how: change(state, how))
+        if how == "copy":
+            with pytest.raises(MismatchError, match=r"'0\.weight' is a copy that state_dict\(\) made"):
+                load(net(), target)
+        else:
+            source = net()
+            load(source, target)
+            assert torch.equal(target[0].weight, source.get_parameter("0.weight"))
+
+
 def test_parameters_stay_the_same_objects() -> None:
     target = net()
     target[0].weight.requires_grad_(False)

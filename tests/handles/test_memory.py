@@ -10,6 +10,7 @@ import resource
 import socket
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -161,15 +162,40 @@ def test_a_mapping_holds_and_lets_go(segment: Segment) -> None:
     class Lease:
         pass
 
-    mapping = map_private(segment.fd, PAGE)
-    assert mapping.hold is None
-    lease = mapping.hold = Lease()
-    alive = weakref.ref(lease)
-    del lease
-    assert alive() is not None
-    del mapping
+    lease = Lease()
+    at_its_end: list[list[str]] = []
+    weakref.finalize(lease, lambda: at_its_end.append(mapped()))
+    mapping = map_private(segment.fd, PAGE, keep=lease)
+    view = memoryview(mapping)
+    del lease, mapping
+    assert mapped() == ["rw-p", "rw-s"]
+    assert not at_its_end
+    del view
+    assert at_its_end == [["rw-s"]]  # the segment's own: the private one had gone by then
+
+
+def test_a_mapping_in_a_cycle_lets_go_after_the_finalizers_of_the_cycle(segment: Segment) -> None:
+    class Lease:
+        pass
+
+    class Agent:
+        def __init__(self, memory: memoryview) -> None:
+            self.memory = memory
+            self.me = self
+
+        def __del__(self) -> None:
+            said.append(bytes(self.memory[:4]))
+
+    segment.mapping[:4] = b"here"
+    said: list[Any] = []
+    lease = Lease()
+    mapping = map_private(segment.fd, PAGE, keep=lease)
+    weakref.finalize(lease, lambda: said.append(mapped()))
+    Agent(memoryview(mapping))
+    del lease, mapping
+    assert not said
     gc.collect()
-    assert alive() is None
+    assert said == [b"here", ["rw-s"]]
 
 
 def mapped() -> list[str]:

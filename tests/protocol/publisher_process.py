@@ -263,7 +263,7 @@ class PublisherProcess:
             queue = self.core.topics[name].queue
             if queue:
                 require(ledger.pooled == ledger.max_segments and ledger.may_wait(), "waits for nothing")
-                require(all(r.when_full == "wait" for r in queue), "waits although it should skip")
+                require(self.core.options.when_full == "wait", "waits although it should skip")
             overdue = queue and queue[0].deadline_at <= self.net.now
             require(not overdue or not self._retired(ledger.entries), "nothing helps a publish that timed out")
 

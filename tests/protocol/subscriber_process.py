@@ -131,6 +131,10 @@ class SubscriberProcess:
                 self.link.push("door_up", encode(effect.message))
             case fx.ConnectBus():
                 self.link.push("bus_up", encode(Join()))
+            case fx.TakeSegment():
+                assert self.core.incarnation is not None
+                memory = self.fds.get((self.core.incarnation, effect.segment))
+                require(memory is not None and memory.nbytes == effect.nbytes, "another segment")
             case fx.Attached():
                 if self.have is not None:
                     self.have = min(self.have, self.core.adopted)

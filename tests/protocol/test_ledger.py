@@ -10,8 +10,141 @@ import pytest
 from busync.ids import LeaseId, SegmentId, SessionId, Version
 from busync.protocol.guards import GUARDS
 from busync.protocol.ledger import TABLE, Entry, Event, Ledger, Row, State
+from tests.support.mutants import Mutant
 
 NEUTRAL = {"tainted"}
+LEDGER = "busync/protocol/ledger.py"
+
+
+def _mutant(old: str, new: str, why: str) -> Mutant:
+    return Mutant(LEDGER, old, new, why)
+
+
+_COMMIT_LOAN = 'State.LOANED, Event.COMMIT, ("unreferenced",)'
+_DISCARD_LOAN = 'State.LOANED, Event.DISCARD, ("unreferenced",), State.RECLAIMED'
+_DISCARD_WRITING = 'State.WRITING, Event.DISCARD, ("unreferenced",), State.RECLAIMED'
+MUTANTS = {
+    "test_every_row_is_taken": (
+        _mutant(_DISCARD_LOAN, "State.LOANED, Event.DISCARD, (), State.RECLAIMED", "loans come back while referenced"),
+        _mutant('IDLE = ("unleased", "untainted", ', 'IDLE = ("unleased", ', "a tainted segment is written again"),
+        _mutant("Row(State.PUBLISHED, Event.SUPERSEDE", "Row(State.RETIRED, Event.SUPERSEDE", "versions stay"),
+    ),
+    "test_what_is_not_in_the_table_changes_nothing": (
+        _mutant("row.event is event and ", "", "any event takes the first row of its state"),
+        _mutant("row.state is entry.state and ", "", "an event takes an entry out of any state"),
+    ),
+    "test_a_guard_that_fails_stops_a_transition": (
+        _mutant('"untainted", "unpinned", ', '"untainted", ', "what the publisher itself reads is written again"),
+        _mutant('"unpinned", "unreferenced")', '"unpinned")', "what a loan's tensor shows is written again"),
+        _mutant("and all(_guard(name, entry) for name in row.guards)", "", "guards are not asked"),
+    ),
+    "test_a_copy_that_still_runs_keeps_its_segment": _mutant(
+        _DISCARD_WRITING, "State.WRITING, Event.DISCARD, (), State.RECLAIMED", "a segment comes back while a copy runs"
+    ),
+    "test_a_loan_that_comes_back_while_referenced_is_never_written_again": (
+        _mutant(
+            "State.LOANED, Event.DISCARD, (), State.ABANDONED",
+            "State.LOANED, Event.DISCARD, (), State.RECLAIMED",
+            "a loan that a tensor still refers to is written again",
+        ),
+        _mutant(
+            "                self.dropped.append(entry.segment)\n                self.abandoned += 1",
+            "                self.abandoned += 1",
+            "an abandoned segment stays in the pool",
+        ),
+    ),
+    "test_every_name_in_the_table_is_a_guard": _mutant(
+        'Event.SETTLE, ("tainted",)', 'Event.SETTLE, ("leftover",)', "a row asks for what is no guard"
+    ),
+    "test_a_referenced_loan_is_not_published_and_leaves_no_trace": (
+        _mutant(_COMMIT_LOAN, "State.LOANED, Event.COMMIT, ()", "a loan is published that its caller can still write"),
+        _mutant(
+            "        if not self.step(entry, Event.COMMIT):\n            return False\n"
+            "        entry.version, entry.layout, entry.label = version, layout, label\n",
+            "        entry.version, entry.layout, entry.label = version, layout, label\n"
+            "        if not self.step(entry, Event.COMMIT):\n            return False\n",
+            "a refused loan burns the version",
+        ),
+    ),
+    "test_a_released_version_gives_its_segment_back": (
+        _mutant('IDLE = ("unleased", ', "IDLE = (", "a segment is written while a reader has a lease on it"),
+        _mutant(
+            'Event.SETTLE, ("tainted",), State.ABANDONED',
+            "Event.SETTLE, (), State.ABANDONED",
+            "every retired version is abandoned at once",
+        ),
+        _mutant("(), State.RETIRED, ", "(), State.ABANDONED, ", "what was superseded never comes back"),
+        _mutant("Event.SETTLE, IDLE, State.RECLAIMED", "Event.SETTLE, IDLE, State.ABANDONED", "no segment comes back"),
+        _mutant("            self.step(before, Event.SUPERSEDE)\n", "", "two versions are the newest"),
+    ),
+    "test_a_broken_lease_takes_the_segment_out_of_the_pool": (
+        _mutant(
+            "        lease.entry.tainted = True\n        self.end_lease(lease)",
+            "        self.end_lease(lease)",
+            "a dead reader's word is taken for given",
+        ),
+        _mutant('("tainted",), State.ABANDONED', '("tainted",), State.RECLAIMED', "a tainted segment is written again"),
+        _mutant(
+            "            if not entry.leases:\n                self.entries.remove(entry)\n\n    def commit",
+            "            self.entries.remove(entry)\n\n    def commit",
+            "a held version is charged to nobody",
+        ),
+    ),
+    "test_a_fork_taints_but_still_counts": _mutant(
+        "        lease.entry.tainted = True\n        self.step(lease.entry, Event.SETTLE)",
+        "        self.step(lease.entry, Event.SETTLE)",
+        "what a forked child maps is written again",
+    ),
+    "test_a_cancelled_fresh_segment_does_not_come_back": _mutant(
+        "(entry.version or not entry.fresh)", "True", "a segment that was never made comes into the pool"
+    ),
+    "test_a_cancelled_warm_segment_comes_back": (
+        _mutant("(entry.version or not entry.fresh)", "entry.version", "a cancelled publish costs a segment"),
+        _mutant(
+            "State.WRITING, Event.COMMIT, (), State.PUBLISHED",
+            "State.WRITING, Event.COMMIT, (), State.RETIRED",
+            "what was published is never the newest",
+        ),
+    ),
+    "test_a_pin_keeps_a_retired_segment": (
+        _mutant("entry.pins += 1", "entry.pins += 0", "a digest is computed of memory that is being written"),
+        _mutant(
+            "        entry.pins -= 1\n        self.step(entry, Event.SETTLE)",
+            "        entry.pins -= 1",
+            "the end of a pin frees nothing",
+        ),
+    ),
+    "test_sizes_that_fit_are_reused_and_others_make_room_when_the_pool_is_full": (
+        _mutant("nbytes <= size <= 2 * nbytes", "nbytes <= size", "a large segment is spent on a small version"),
+        _mutant("nbytes <= size <= 2 * nbytes", "size <= 2 * nbytes", "a version is put where it does not fit"),
+        _mutant("            self.dropped.append(unfit)\n", "", "a segment that made room is never freed"),
+        _mutant("if self.pooled >= self.max_segments:", "if False:", "the pool has no bound"),
+    ),
+    "test_a_version_without_bytes_needs_no_segment": _mutant(
+        "        if nbytes == 0:\n", "        if nbytes < 0:\n", "a version without bytes takes a segment"
+    ),
+    "test_the_oldest_retired_version_is_abandoned_first_even_if_its_loan_is_younger": (
+        _mutant(
+            "Event.TIME_OUT, (), State.ABANDONED",
+            "Event.TIME_OUT, (), State.RECLAIMED",
+            "what a slow reader reads is written again",
+        ),
+        _mutant("in sorted(retired, key=lambda e: e.version):", "in retired:", "a younger version is given up first"),
+        _mutant("entry.timed_out = True", "entry.timed_out = False", "nobody is overdue"),
+    ),
+    "test_overdue_holders_are_not_waited_for_again_but_others_are": (
+        _mutant("holders and holders <= overdue and", "holders and", "a reader's time is up before it began"),
+        _mutant("holders and holders <= overdue and", "False and", "a stuck reader is waited for at every publish"),
+    ),
+    "test_waiting_helps_only_while_something_is_retired_or_written": (
+        _mutant("e.state in (State.RETIRED, State.WRITING)", "e.state in POOLED", "a publish waits for its own loans"),
+        _mutant(
+            "return any(e.segment and e.state is State.RETIRED for",
+            "return any(e.segment for",
+            "a timer runs for what no time can bring",
+        ),
+    ),
+}
 
 
 def new_ledger(max_segments: int = 4) -> Ledger:
@@ -94,7 +227,31 @@ def test_a_guard_that_fails_stops_a_transition() -> None:
     entry = retired(ledger)
     entry.pins = 1
     assert not ledger.step(entry, Event.SETTLE)
+    entry.pins, entry.referenced = 0, True
+    assert not ledger.step(entry, Event.SETTLE)
     assert state_of(entry) is State.RETIRED
+
+
+def test_a_copy_that_still_runs_keeps_its_segment() -> None:
+    ledger = new_ledger()
+    entry = taken(ledger)
+    entry.referenced = True
+    assert not ledger.step(entry, Event.DISCARD)
+    assert state_of(entry) is State.WRITING
+
+
+def test_a_loan_that_comes_back_while_referenced_is_never_written_again() -> None:
+    ledger = new_ledger()
+    published(ledger, 1)
+    published(ledger, 2)
+    loan = taken(ledger, State.LOANED)
+    assert not loan.fresh
+    loan.referenced = True
+    assert ledger.step(loan, Event.DISCARD)
+    assert ledger.dropped == [loan.segment]
+    assert loan not in ledger.entries
+    assert loan.segment not in ledger.live_segments()
+    assert ledger.abandoned == 1
 
 
 def test_every_name_in_the_table_is_a_guard() -> None:
@@ -184,6 +341,10 @@ def test_sizes_that_fit_are_reused_and_others_make_room_when_the_pool_is_full() 
     published(ledger, 1, 64)
     published(ledger, 2, 64)
     assert ledger.free == {1: 64}
+    assert taken(ledger, nbytes=65).segment == 3, "it does not fit"
+    ledger = new_ledger(2)
+    published(ledger, 1, 64)
+    published(ledger, 2, 64)
     assert taken(ledger, nbytes=32).segment == 1, "half of it may be wasted"
     ledger = new_ledger(2)
     published(ledger, 1, 64)

@@ -156,12 +156,26 @@ def test_topics_run_out_and_unused_ones_are_given_back() -> None:
     assert isinstance(refusal, fx.SendDoor)
     assert isinstance(refusal.message, Refuse)
     assert refusal.message.code == "topics"
-    with pytest.raises(OptionError):
-        bench.core.reserve("mine", 64, State.WRITING, bench.now)
     bench.core.lost(sessions[6], bench.now)
     assert bench.core.topic("mine").slot == 7
     bench.core.lost(sessions[7], bench.now)
     assert "mine" in bench.core.topics
+
+
+def test_a_publish_takes_the_place_of_a_topic_that_readers_alone_asked_for() -> None:
+    bench = Bench()
+    sessions = [bench.core.connected(11, 0, TOKEN, bench.now) for _ in range(MAX_TOPICS)]
+    for i, session in enumerate(sessions):
+        bench.say(session, Hello(wire=1, topic=f"t{i}", name=""))
+    bench.effects()
+    for i in range(MAX_TOPICS):
+        bench.core.reserve(f"mine{i}", 64, State.WRITING, bench.now)
+        ended = bench.only(fx.EndSession)
+        assert [e.session for e in ended] == [sessions[i]]
+        bench.core.lost(sessions[i], bench.now)
+    assert {topic.name for topic in bench.core.topics.values()} == {f"mine{i}" for i in range(MAX_TOPICS)}
+    with pytest.raises(OptionError):
+        bench.core.reserve("one more", 64, State.WRITING, bench.now)
 
 
 def test_a_refusal_fits_the_wire_whatever_the_name() -> None:
@@ -401,7 +415,7 @@ def test_a_publish_that_waits_is_served_by_a_release() -> None:
     assert bench.effects() == [fx.Reserved(reservation, SegmentId(1), 64, False, 1.0, ("slow",))]
 
 
-def test_skip_answers_at_once_even_behind_a_loan_that_waits() -> None:
+def test_skip_answers_at_once_with_an_error_for_a_loan() -> None:
     bench = Bench(max_segments=2, when_full="skip")
     session = bench.join()
     bench.publish()
@@ -411,13 +425,11 @@ def test_skip_answers_at_once_even_behind_a_loan_that_waits() -> None:
     skipped = bench.reserve()
     (reserved,) = bench.only(fx.Reserved)
     assert (reserved.reservation, reserved.skipped) == (skipped, True)
-    loan = bench.reserve(state=State.LOANED)
-    assert bench.effects() == []
-    behind = bench.reserve()
+    bench.reserve(state=State.LOANED)
     (reserved,) = bench.only(fx.Reserved)
-    assert (reserved.reservation, reserved.skipped) == (behind, True)
-    assert bench.core.status()["counters"]["skipped"] == 2
-    bench.core.discard(loan, bench.now)
+    assert isinstance(reserved.error, PoolExhausted)
+    assert (reserved.error.max_segments, reserved.error.loans, reserved.skipped) == (2, 0, False)
+    assert bench.core.status()["counters"]["skipped"] == 1
     assert bench.core.deadline() is None
 
 
@@ -504,6 +516,52 @@ def test_wait_for_all_counts_who_was_attached_and_acks_are_cumulative() -> None:
     assert bench.only(fx.WaitDone) == []
     bench.say(d, Nack(version=2, code="apply", text="no room"))
     assert bench.effects() == [fx.WaitDone(wait, ("a", "b"), (), ("c",), (("d", "no room"),))]
+
+
+def test_a_wait_that_begins_after_a_nack_knows_of_it() -> None:
+    bench = Bench()
+    session = bench.join("a")
+    bench.publish()
+    bench.hold(session, 1)
+    bench.say(session, Nack(version=1, code="apply", text="no room"))
+    bench.effects()
+    wait = bench.core.wait(TOPIC, Version(1), "acked", None, bench.core.attached(TOPIC), bench.now + 30)
+    assert bench.effects() == [fx.WaitDone(wait, (), (), (), (("a", "no room"),))]
+    bench.publish()
+    bench.hold(session, 2)
+    bench.say(session, Ack(version=2))  # stands for version 1 as well
+    bench.effects()
+    wait = bench.core.wait(TOPIC, Version(1), "acked", None, bench.core.attached(TOPIC), bench.now + 30)
+    assert bench.effects() == [fx.WaitDone(wait, ("a",), (), (), ())]
+
+
+def test_held_names_who_holds_what() -> None:
+    bench = Bench()
+    assert bench.core.held() == []
+    a, b = bench.join("a"), bench.join("b")
+    bench.publish()
+    lease = bench.hold(a, 1).lease
+    bench.hold(b, 1)
+    bench.publish()
+    bench.hold(a, 2)
+    assert bench.core.held() == [(TOPIC, 1, {a: "a", b: "b"}), (TOPIC, 2, {a: "a"})]
+    bench.say(a, Release(lease=lease))
+    bench.core.lost(b, bench.now)
+    assert bench.core.held() == [(TOPIC, 2, {a: "a"})]
+
+
+def test_versions_with_unchanged_content_are_counted() -> None:
+    bench = Bench()
+    session = bench.join("a")
+    contents = [b"x", b"x", b"y", b"x", None, b"x"]
+    for number, content in enumerate(contents, 1):
+        version = bench.publish()
+        bench.say(session, Want(number=number, have=0, digest=True))
+        leases = list(bench.core.sessions[session].leases)
+        bench.core.digest_done(TOPIC, version, content and content * 32, bench.now)
+        bench.say(session, *(Release(lease=lease) for lease in leases))
+    assert bench.core.status()["counters"]["unchanged"] == 2
+    assert bench.core.topics[TOPIC].digested == (6, b"x" * 32)
 
 
 def test_wait_for_a_number_counts_later_joiners() -> None:

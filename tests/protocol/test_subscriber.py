@@ -69,7 +69,7 @@ def feed(core: SubscriberProtocol, *messages: Segment | Forget | ManifestPart | 
         else:
             core.receive_bus(message)
         core.validate()
-    return core.take_effects()
+    return [effect for effect in core.take_effects() if not isinstance(effect, fx.TakeSegment)]
 
 
 def adopted() -> SubscriberProtocol:
@@ -110,8 +110,8 @@ def test_another_wire_version_is_rejected() -> None:
 
 def test_a_refusal_is_passed_on() -> None:
     core = attached()
-    core.receive_door(Refuse(code="closing", text="bye"))
-    assert core.take_effects() == [fx.Rejected("closing", "bye")]
+    core.receive_door(Refuse(code="protocol", text="bye"))
+    assert core.take_effects() == [fx.Rejected("protocol", "bye")]
 
 
 @pytest.mark.parametrize("order", ["mas", "msa", "sma"])  # the bus keeps order: m before a
@@ -124,6 +124,23 @@ def test_descriptor_manifest_and_announce_are_joined_in_any_order_of_the_channel
     assert effects == [granted()]
     assert core.leases == {5: 1}
     assert core.adopted == 1
+
+
+def test_a_segment_of_this_incarnation_is_taken_and_no_other() -> None:
+    core = attached()
+    core.receive_door(Segment(incarnation=ONE + 1, segment=7, nbytes=64))
+    assert core.take_effects() == []
+    core.receive_door(SEGMENT)
+    assert core.take_effects() == [fx.TakeSegment(SegmentId(7), 4096)]
+
+
+@pytest.mark.parametrize("wrong", [{"lease": 5}, {"label": "a\0b"}, {"label": "a\x1b[31m"}])
+def test_an_announce_that_cannot_be(wrong: dict[str, Any]) -> None:
+    core = adopted()
+    core.demand(Version(1))
+    core.take_effects()
+    with pytest.raises(ViolationError):
+        feed(core, announce(**{"number": 2, "lease": 6, "version": 4, **wrong}))
 
 
 def test_the_next_version_of_a_layout_needs_only_its_announce() -> None:
@@ -161,7 +178,7 @@ def test_an_announce_within_a_manifest_is_a_violation() -> None:
 @pytest.mark.parametrize("parts", [PARTS[1:], [PARTS[0], PARTS[0]], [PARTS[0], one_by_one(layout_for(256, 2), ONE)[1]]])
 def test_parts_out_of_order_or_of_two_layouts_are_a_violation(parts: list[ManifestPart]) -> None:
     core = attached()
-    with pytest.raises(ViolationError, match="of a manifest instead of"):
+    with pytest.raises(ViolationError, match="does not follow"):
         feed(core, *parts)
 
 

@@ -168,11 +168,32 @@ def test_lost_when_the_publisher_goes(path: str) -> None:
     assert select.select([dealer.monitor_fileno()], [], [], 5)[0]
     wait_for(dealer.lost)
     assert dealer.lost()
+    os.unlink(path)
     again = RouterBus(path)
     time.sleep(0.05)
     assert again.receive() is None  # it does not come back by itself
     dealer.close()
     again.close()
+
+
+def test_a_path_is_never_taken_from_somebody_else(path: str) -> None:
+    before = os.umask(0)
+    try:
+        router = RouterBus(path)
+    finally:
+        os.umask(before)
+    assert os.lstat(path).st_mode & 0o777 == 0o600
+    with pytest.raises(EndpointError, match="in use"):
+        RouterBus(path)
+    dealer = DealerBus(path, TOKEN, MAX)
+    dealer.send(b"join")
+    wait_for(router.receive)
+    os.unlink(path)
+    other = RouterBus(path)
+    router.close()
+    assert os.path.exists(path)  # it is the other's
+    dealer.close()
+    other.close()
 
 
 def test_what_was_sent_before_the_end_may_still_be_read(path: str) -> None:
@@ -207,9 +228,9 @@ def test_lost_when_it_is_no_bus(path: str) -> None:
 
 
 def test_errors_of_zeromq_become_ours(place: Path) -> None:
-    with pytest.raises(EndpointError, match="the bus failed: No such file"):
+    with pytest.raises(EndpointError, match="the bus cannot be bound: No such file"):
         RouterBus(str(place / "missing" / "bus"))
-    with pytest.raises(EndpointError, match="the bus failed: File name too long"):
+    with pytest.raises(EndpointError, match="the bus cannot be bound: AF_UNIX path too long"):
         RouterBus(str(place / ("x" * 200)))
     with pytest.raises(EndpointError, match="the bus failed"):
         DealerBus(str(place / ("x" * 200)), TOKEN, MAX)
@@ -319,6 +340,7 @@ def test_children_leave_the_parents_bus_alone(router: RouterBus, dealer: DealerB
         assert wait_for(own_router.receive) == (TOKEN, b"join")
         own.close()
         own_router.close()
+        os.unlink(path + "2")
         assert bus._shared._context is None
 
     for number in range(5):

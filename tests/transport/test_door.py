@@ -606,9 +606,9 @@ def test_an_empty_packet_is_the_end(raw: tuple[socket.socket, DoorConnection]) -
 
 def test_a_child_is_mute(place: Path) -> None:
     listener = DoorListener(str(place / "door"))
-    client = door_connect(str(place / "door"))
-    server = listener.accept()
-    assert server is not None
+    server = door_connect(str(place / "door"))
+    client = listener.accept()  # the end that may send descriptors
+    assert client is not None
     numbers = [listener.fileno(), client.fileno(), server.fileno()]
     fill(client)
     with note("queued") as fd:
@@ -641,6 +641,27 @@ def test_a_child_is_mute(place: Path) -> None:
         numbers_seen.append(packet.data)
     assert b"from the child" not in numbers_seen
     assert numbers_seen[-1] == b"queued"
+    close(client, server, listener)
+
+
+def test_nobody_can_make_a_publisher_close_what_it_sent(place: Path) -> None:
+    """To close the last descriptor of a TCP socket that lingers blocks, and a receiver closes what it does not want."""
+    listener = DoorListener(str(place / "door"))
+    client = door_connect(str(place / "door"))
+    server = listener.accept()
+    assert server is not None
+    try:
+        server._sock.getsockopt(socket.SOL_SOCKET, door._SO_PASSRIGHTS)
+    except OSError:
+        close(client, server, listener)
+        pytest.skip("Linux before 6.16")
+    with note("x") as fd:
+        with pytest.raises(PermissionError):
+            client.send(b"there", fd)
+        server.send(b"here", fd)
+    packet = take(client)
+    assert read_note(packet.fds[0]) == "x"
+    packet.fds[0].close()
     close(client, server, listener)
 
 

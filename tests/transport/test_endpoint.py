@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -115,9 +116,9 @@ def test_the_limit_is_counted_in_bytes(place: Path) -> None:
     assert len(longest.door_path) == 107
     longest.claim().release()
     bind(longest.door_path).close()
-    with pytest.raises(EndpointError, match=r"1 bytes too long.*shorter"):
+    with pytest.raises(EndpointError, match=r"108 bytes, more than the 107.*shorter"):
         Endpoint.resolve(place / ("x" * (room + 1)))
-    with pytest.raises(EndpointError, match="too long"):
+    with pytest.raises(EndpointError, match="more than the 107"):
         Endpoint.resolve(place / ("ä" * (room // 2 + 1)))
 
 
@@ -288,6 +289,19 @@ def test_a_second_release_does_not_touch_the_next_publisher(place: Path) -> None
         with pytest.raises(EndpointInUse):
             Endpoint.resolve(place / "e").claim()
     new.release()
+
+
+def test_release_leaves_a_directory_that_was_made_anew(place: Path) -> None:
+    old = Endpoint.resolve(place / "e").claim()
+    shutil.rmtree(place / "e")
+    new = Endpoint.resolve(place / "e").claim()
+    with bind(new.endpoint.bus_path):
+        old.release()
+        assert sorted(os.listdir(place / "e")) == ["bus", "lock"]
+        with pytest.raises(EndpointInUse):
+            Endpoint.resolve(place / "e").claim()
+    new.release()
+    assert os.listdir(place / "e") == ["lock"]
 
 
 def test_release_leaves_what_is_not_its_own(place: Path) -> None:

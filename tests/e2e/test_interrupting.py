@@ -1,0 +1,188 @@
+"""Ctrl-C at any moment of a call in plain code: the call has ended when the exception arrives, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+import busync
+from busync import blocking
+from busync.calls import Call, start_job
+from busync.errors import ClosedError
+from tests.support import patterns
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interruption_while_a_call_is_handed_over(loop: asyncio.AbstractEventLoop, moment: str) -> None:
+    """The other side must not go on with it, unseen, over memory that the caller takes for its own again."""
+    steps: list[str] = []
+
+    async def work() -> None:
+        steps.append("began")
+        try:
+            await asyncio.sleep(30)
+        finally:
+            steps.append("ended")
+
+    interrupted = False
+
+    def hand_over(call: Call[Any]) -> None:
+        nonlocal interrupted
+        if moment == "after":
+            loop.call_soon_threadsafe(call.start)
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Call(loop, work(), "test", hand_over).block()
+    assert steps in ([], ["began", "ended"])
+
+
+def test_an_interruption_of_what_must_be_done_anyway(loop: asyncio.AbstractEventLoop) -> None:
+    """A loan is given back, though Ctrl-C strikes before the call has begun."""
+    done = []
+
+    async def give_back() -> None:
+        done.append(True)
+
+    interrupted = False
+
+    def hand_over(call: Call[None]) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+        loop.call_soon_threadsafe(call.start)
+
+    with pytest.raises(KeyboardInterrupt):
+        Call(loop, give_back(), "test", hand_over).block(cancel=False)
+    assert done == [True]
+
+
+def test_a_publish_that_nobody_waits_for_does_not_begin() -> None:
+    with blocking.Publisher("p") as pub:
+        call = pub._publish(patterns.state(1, 1), "default", "", {}, "none", 1.0)  # and here Ctrl-C strikes
+        assert pub.status()["topics"] == {}
+        call.refuse()
+        assert pub.publish(patterns.state(1, 1)).version == 1
+
+
+def test_work_that_comes_as_the_interpreter_ends_is_refused(loop: asyncio.AbstractEventLoop) -> None:
+    workers = ThreadPoolExecutor(1)
+    workers.shutdown()
+
+    async def start() -> None:
+        start_job(loop, workers, print)
+
+    with pytest.raises(ClosedError):
+        asyncio.run_coroutine_threadsafe(start(), loop).result(5)
+
+
+def test_copies_that_have_begun_are_waited_for_when_the_next_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one would still write while its segment is used for the next version."""
+    done = []
+    with blocking.Publisher("p") as pub:
+        assert pub._server is not None
+        workers = pub._server.workers
+        genuine = workers.submit
+
+        def submit(job: Callable[..., Any], *args: Any) -> Any:
+            if len(started) == 2:  # the segment is made, and the first copy runs
+                raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+            started.append(job)
+
+            def slow() -> Any:
+                time.sleep(0.1)
+                result = job(*args)
+                done.append(True)
+                return result
+
+            return genuine(slow)
+
+        pub.publish(patterns.state(1, 1))
+        started: list[Any] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(workers, "submit", submit)
+            with pytest.raises(ClosedError):
+                pub.publish({"w": torch.zeros(3_000_000), "v": torch.zeros(3_000_000)})
+            assert len(done) == len(started)
+        assert pub.publish(patterns.state(1, 2)).version == 2
+
+
+def test_an_interruption_as_a_task_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop may have a task that asyncio has not entered into its list of all tasks."""
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+
+        def interrupted(runner: asyncio.Runner, coroutine: Any) -> NoReturn:
+            asyncio.tasks._all_tasks.discard(runner.get_loop().create_task(coroutine))  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.Runner, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sub.next(1)
+        pub.publish(patterns.state(1, 1))
+        assert sub.next(5).version == 1
+
+
+def test_an_interruption_between_lock_and_call_does_not_lock_the_subscriber() -> None:
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        pub.publish(patterns.state(1, 1))
+        sub._inside.acquire()  # and here Ctrl-C strikes
+        assert sub.next(5).version == 1
+        sub._inside.release()
+
+
+def test_an_interrupted_subscriber_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio.Runner forgets an interruption that strikes as it begins, and hands out the bare cancellation."""
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        pub.publish(patterns.state(1, 1))
+
+        def cancelled(runner: asyncio.Runner, coroutine: Any) -> NoReturn:
+            coroutine.close()
+            raise asyncio.CancelledError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.Runner, "run", cancelled)
+            with pytest.raises(KeyboardInterrupt):
+                sub.next(1)
+        assert sub.next(5).version == 1
+
+
+def test_a_call_interrupted_before_its_first_step_does_not_run_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        genuine: Callable[..., Any] = asyncio.Runner.run
+
+        def interrupted(runner: asyncio.Runner, coroutine: Any) -> NoReturn:
+            runner.get_loop().create_task(coroutine)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.Runner, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sub.next(1)
+        assert asyncio.Runner.run is genuine
+        pub.publish(patterns.state(1, 1))
+        assert sub.next(5).version == 1
+        with pytest.raises(busync.WaitTimeout):
+            sub.next(0.05)
