@@ -111,6 +111,7 @@ def test_a_child_that_survives_its_killed_subscriber_holds_no_session(cast: Cast
 
 
 @pytest.mark.asyncio
+@pytest.mark.blocks_loop  # a fork of a process this size does
 async def test_a_fork_inside_a_running_loop_with_both_sides_in_the_process() -> None:
     async with busync.Publisher("p", max_segments=3) as pub, busync.Subscriber("p", name="a") as sub:
         await pub.publish(patterns.state(1, 1))
