@@ -12,7 +12,6 @@ for is fetched in the call that asks.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
@@ -48,6 +47,7 @@ class Publisher(PublisherBase):
     def __enter__(self) -> Self:
         server = self._start()
         try:
+            server.ready.block()
             server.ready.result()
         except BaseException:
             self.close()
@@ -71,7 +71,7 @@ class Publisher(PublisherBase):
             return ()
         finally:
             server.ask_to_stop()
-            concurrent.futures.wait([server.ended])
+            server.ended.block()
 
     def publish(
         self, source: Source, *, topic: str = DEFAULT_TOPIC, label: str = "",
@@ -183,9 +183,9 @@ class Subscriber(forks.ForkAware):
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
+            forks.ensure_same_process(self._inner._pid, "subscriber")
             if self._runner is None:
                 raise ClosedError("subscriber")
-            forks.ensure_same_process(self._inner._pid, "subscriber")
             if asyncio._get_running_loop() is not None:
                 raise UsageError("an event loop runs here", "use busync.Subscriber inside a running loop")
             if not self._inside.acquire(blocking=False):

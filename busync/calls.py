@@ -4,13 +4,80 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from busync.errors import ClosedError
 
 T = TypeVar("T")
+
+
+class Outcome(Generic[T]):
+    """What another thread brings, once: a result or an error. One caller waits for it.
+
+    A Future of the standard library may not be waited for where Ctrl-C can strike: it takes a lock in Python code, and
+    an exception between taking it and entering the block leaves it taken. Whoever brings the result then hangs. Here
+    is one raw lock, which only the waiting side ever takes.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._open = threading.Lock()
+        self._open.acquire()
+        self._wake: Callable[[], object] | None = None  #: the coroutine that waits
+
+    def set_result(self, result: T) -> None:
+        """Bring the result."""
+        self._result = result
+        self._over()
+
+    def set_exception(self, error: BaseException) -> None:
+        """Bring an error."""
+        self._error = error
+        self._over()
+
+    def _over(self) -> None:
+        self.done = True
+        with suppress(RuntimeError):  # it is open already
+            self._open.release()
+        if self._wake is not None:
+            self._wake()
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error was brought."""
+        return self._error is not None
+
+    def result(self) -> T:
+        """The result, once it is there; raises the error."""
+        assert self.done, "asked for too early"
+        try:
+            if self._error is not None:
+                raise self._error
+            return cast(T, self._result)
+        finally:
+            del self  # an error refers to this frame
+
+    def block(self, timeout: float = -1) -> None:
+        """Wait until it is there, for ``timeout`` seconds at most. May be interrupted, and called again."""
+        if not self.done:
+            self._open.acquire(timeout=timeout)
+
+    async def wait(self) -> None:
+        """Wait until it is there. May be cancelled, and called again."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(arrived.set)
+
+        self._wake = wake
+        if not self.done:  # looked at after the word was left, as the other side looks for it after it was done
+            await arrived.wait()
 
 
 class Call(Generic[T]):
@@ -30,33 +97,32 @@ class Call(Generic[T]):
         self._what = what
         self._hand_over = hand_over  #: may be called again: only the first ``start`` or ``refuse`` counts
         self._task: asyncio.Task[None] | None = None
-        self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._outcome: Outcome[T] = Outcome()
 
     def start(self) -> None:
         """Run it. On the loop's thread."""
-        if self._task is None and not self._future.done():
+        if self._task is None and not self._outcome.done:
             self._task = self._loop.create_task(self._run())
             self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        if not self._future.done():  # cancelled before its first step: _run never ran
-            self.refuse()
+        self.refuse()  # if it was cancelled before its first step, _run never ran
 
     def refuse(self) -> None:
         """The other side ends: the call fails with ClosedError. On the loop's thread, or when the loop is closed."""
-        with suppress(concurrent.futures.InvalidStateError):
-            self._future.set_exception(ClosedError(self._what))
+        if not self._outcome.done:
             self._coroutine.close()
+            self._outcome.set_exception(ClosedError(self._what))
 
     async def _run(self) -> None:
         try:
             result = await self._coroutine
         except asyncio.CancelledError:
-            self._future.set_exception(ClosedError(self._what))
+            self._outcome.set_exception(ClosedError(self._what))
         except BaseException as error:
-            self._future.set_exception(error)
+            self._outcome.set_exception(error)
         else:
-            self._future.set_result(result)
+            self._outcome.set_result(result)
 
     def _cancel(self) -> None:
         def cancel() -> None:
@@ -72,39 +138,36 @@ class Call(Generic[T]):
 
     def result_of_cancelled(self) -> T | None:
         """What a call came to that ended before its cancellation reached it, for whoever must give it back."""
-        failed = self._future.cancelled() or self._future.exception() is not None
-        return None if failed else self._future.result()
+        return None if self._outcome.failed else self._outcome.result()
 
     async def wait(self, *, cancel: bool = True) -> T:
         """The result, for a coroutine. Cancelling cancels the call (if ``cancel``) and waits for its end."""
         self._hand_over(self)
-        wrapped = asyncio.wrap_future(self._future)
         cancelled = False
-        while not wrapped.done():
+        while not self._outcome.done:
             try:
-                await asyncio.wait([wrapped])
+                await self._outcome.wait()
             except asyncio.CancelledError:
                 cancelled = True
                 if cancel:
                     self._cancel()
         if cancelled:
-            wrapped.exception()
             raise asyncio.CancelledError
-        return wrapped.result()
+        return self._outcome.result()
 
     def block(self, *, cancel: bool = True) -> T:
         """As ``wait``, for plain code, and what a signal handler raises (Ctrl-C) for a cancellation."""
         try:
             self._hand_over(self)
-            concurrent.futures.wait([self._future])
+            self._outcome.block()
         except BaseException:
             if cancel:
                 self._cancel()
             else:
                 self._hand_over(self)
-            concurrent.futures.wait([self._future])
+            self._outcome.block()
             raise
-        return self._future.result()
+        return self._outcome.result()
 
 
 def start_job(
@@ -140,6 +203,18 @@ async def settle(future: asyncio.Future[Any]) -> bool:
             await asyncio.wait([future])
         except asyncio.CancelledError:
             cancelled = True
+    return cancelled
+
+
+async def outlast(outcome: Outcome[T]) -> bool:
+    """As ``finish``, of what another thread brings."""
+    cancelled = False
+    while not outcome.done:
+        try:
+            await outcome.wait()
+        except asyncio.CancelledError:
+            cancelled = True
+    outcome.result()
     return cancelled
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from busync.calls import Call, finish
+from busync.calls import Call, outlast
 from busync.errors import ClosedError, LoanInUse, OptionError, UsageError
 from busync.handles import LoanBuffer, Source, Tensors, flatten
 from busync.ids import DEFAULT_TOPIC, check_label
@@ -169,7 +169,7 @@ class Publisher(PublisherBase):
     async def __aenter__(self) -> Self:
         server = self._start()
         try:
-            if await finish(asyncio.wrap_future(server.ready)):
+            if await outlast(server.ready):
                 raise asyncio.CancelledError
         except BaseException:
             await self.close()
@@ -204,7 +204,7 @@ class Publisher(PublisherBase):
             return ()
         finally:
             server.ask_to_stop()
-            if await finish(asyncio.wrap_future(server.ended)):
+            if await outlast(server.ended):
                 raise asyncio.CancelledError
 
     async def publish(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import contextlib
 import logging
 import os
@@ -25,7 +24,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from busync import forks
-from busync.calls import Call, start_job
+from busync.calls import Call, Outcome, start_job
 from busync.errors import BusyncError, ClosedError, DecodeError, FdError, ProtocolError
 from busync.fds import fd_budget, raise_fd_limit
 from busync.handles import TensorBuilder, content_digest
@@ -100,8 +99,8 @@ class Server(forks.ForkAware):
         self._bus_due = False  #: _bus_ready will be called
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.ready: Outcome[None] = Outcome()
+        self.ended: Outcome[None] = Outcome()
         self._stop_asked = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="busync-publisher", daemon=True)
 
@@ -448,7 +447,7 @@ def _stop_all() -> None:
     for server in list(_running):
         server.ask_to_stop()
         if os.getpid() == server.pid:
-            concurrent.futures.wait([server.ended], STOP_TIMEOUT)
+            server.ended.block(STOP_TIMEOUT)
 
 
 def ensure_usable(server: Server | None, what: str) -> Server:

@@ -98,7 +98,7 @@ class Hold:
         self.version = version
         self.manifest = manifest
         self.segment = segment
-        self.mapped = False  #: tensors of the user may point into the segment
+        self._mapped = session.mapped
         #: of each mapping. Not its builder: that refers to the mapping, and the mapping to this hold
         self._memories: list[Memory] = []
         packet = encode(Release(lease=lease))
@@ -114,7 +114,7 @@ class Hold:
             return TensorBuilder(memoryview(b""), self.manifest)
         with forks.fork_lock:
             mapping = map_private(self.segment.fd, self.segment.nbytes, keep=self)
-            self.mapped = True
+            self._mapped.add(self.lease)
             self._word.holds[self.lease] = self  # it is not there any more if the finalizer of a cycle has saved it
         builder = TensorBuilder(memoryview(mapping), self.manifest)
         self._memories.append(builder.memory)
@@ -147,6 +147,9 @@ class Session(forks.ForkAware):
         #: leases whose Release was sent, for the core to strike out
         self.ended: deque[LeaseId] = deque()
         self.holds: weakref.WeakValueDictionary[LeaseId, Hold] = weakref.WeakValueDictionary()
+        #: leases on segments that tensors of the user may point into. A fork, perhaps on another thread, reads them
+        #: here and not from the holds: one that it referred to would outlive its last use.
+        self.mapped: set[LeaseId] = set()
         self.segments: dict[SegmentId, AttachedSegment] = {}
         self._fd: OwnedFd | None = None  #: came with the packet that is being handled
         self.more = False  #: the last turn ended early, and another one is due
@@ -178,7 +181,9 @@ class Session(forks.ForkAware):
         stop_at = time.monotonic() + TURN
         try:
             while self.ended:
-                self.core.ended(self.ended.popleft())
+                lease = self.ended.popleft()
+                self.mapped.discard(lease)
+                self.core.ended(lease)
             self.door.flush()
             events += self.say()
             self.more = False
@@ -248,7 +253,7 @@ class Session(forks.ForkAware):
 
     def before_fork(self) -> None:
         """Take back the word on leases that a child will map as well."""
-        mapped = tuple(lease for lease, hold in list(self.holds.items()) if hold.mapped)
+        mapped = tuple(self.mapped)
         if mapped:  # straight to the door: the core belongs to the loop's thread, and this may be another
             self.door.send(encode(Abandon(leases=mapped)))
 

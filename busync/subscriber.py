@@ -236,14 +236,14 @@ class Subscriber(forks.ForkAware):
         """
         stop_at = time.monotonic() + check_seconds("timeout", timeout)
         self._begin()
-        session, ahead, self._prefetched = self._session, self._prefetched, None
+        session = self._session
         if session is None or session.newest <= self.adopted:
             return None
-        if ahead is not None and ahead.version <= self.adopted:
-            ahead = None
+        ahead = self._take_ahead()
         if ahead is None:
             self._check_held()
-        elif ahead.version == session.newest or len(self._core.leases) >= self._core.max_held:
+            ahead = self._take_ahead()  # it may have come just now
+        if ahead is not None and (ahead.version == session.newest or len(self._core.leases) >= self._core.max_held):
             return self._hand_over(ahead)
         have = max(self.adopted, ahead.version if ahead is not None else Version(0))
         waiter = _Waiter(lambda: have, None)
@@ -407,11 +407,12 @@ class Subscriber(forks.ForkAware):
         if timeout is not None:
             check_seconds("timeout", timeout)
         self._begin()
-        least = Version(self.adopted + 1) if enough is None else enough
-        ready = self._take_prefetched(least) or (self._share(enough) if enough is not None else None)
+        ready = self._at_hand(enough)
+        if ready is None:
+            self._check_held()
+            ready = self._at_hand(enough)  # what was asked for ahead may have come just now
         if ready is not None:
             return self._hand_over(ready)
-        self._check_held()
         future: asyncio.Future[Snapshot] = self._attachment.loop.create_future()
         waiter = _Waiter(have, future)
         self._add(waiter)
@@ -444,6 +445,11 @@ class Subscriber(forks.ForkAware):
         limit = session.newest if below_board else Version(session.newest + 1)
         return max((hold.version for hold in list(session.holds.values()) if hold.version < limit), default=Version(0))
 
+    def _at_hand(self, enough: Version | None) -> Snapshot | None:
+        """What is here already: newer than all that was handed out, or at least ``enough``."""
+        least = Version(self.adopted + 1) if enough is None else enough
+        return self._take_prefetched(least) or (self._share(enough) if enough is not None else None)
+
     def _share(self, enough: Version) -> Snapshot | None:
         """A snapshot under a lease that this process has already, if that is the newest version."""
         session = self._session
@@ -453,6 +459,11 @@ class Subscriber(forks.ForkAware):
         hold = next((h for h in list(session.holds.values()) if h.version == last.version), None)
         return Snapshot(self, last, hold, session.incarnation) if hold is not None else None
 
+    def _take_ahead(self) -> Snapshot | None:
+        """What was asked for ahead, unless it is not newer than what was handed out."""
+        snapshot, self._prefetched = self._prefetched, None
+        return snapshot if snapshot is not None and snapshot.version > self.adopted else None
+
     def _take_prefetched(self, least: Version) -> Snapshot | None:
         snapshot, self._prefetched = self._prefetched, None
         if snapshot is None or self._session is None or snapshot.version < max(least, self._session.newest):
@@ -460,17 +471,17 @@ class Subscriber(forks.ForkAware):
         return snapshot
 
     def _check_held(self) -> None:
-        """Refuse to wait for what the publisher will not grant."""
+        """Refuse to wait for what the publisher will not grant, unless what was asked for ahead has come meanwhile."""
         session = self._session
         if session is None or not self._core.attached or len(self._core.leases) < self._core.max_held:
             return
-        self._attachment.turn()  # a release may have been sent that the books do not know yet
-        if len(self._core.leases) < self._core.max_held:
-            return
-        for generation in (1, 2):  # to look at all objects of a process with torch takes 100 ms and more
-            gc.collect(generation)
+        # A release may have been sent that the books do not know yet. To look at all objects of a process with torch
+        # takes 100 ms and more.
+        for look in (None, 1, 2):
+            if look is not None:
+                gc.collect(look)
             self._attachment.turn()
-            if len(self._core.leases) < self._core.max_held:
+            if len(self._core.leases) < self._core.max_held or self._prefetched is not None:
                 return
         raise PinnedError(self._core.max_held, [str(hold) for hold in list(session.holds.values())])
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any, NoReturn
 
 import pytest
@@ -56,6 +59,56 @@ def test_an_interruption_while_a_call_is_handed_over(loop: asyncio.AbstractEvent
     with pytest.raises(KeyboardInterrupt):
         Call(loop, work(), "test", hand_over).block()
     assert steps in ([], ["began", "ended"])
+
+
+def strike(moment: int, call: Callable[[], object]) -> bool:
+    """Make a call that KeyboardInterrupt strikes at its n-th instruction; False if it has fewer."""
+    left = moment
+
+    def trace(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+        nonlocal left
+        if frame.f_code.co_name == "_remove":  # of a weak set: Python drops what is raised in there
+            return trace
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt  # which ends the tracing
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return left <= 0
+
+
+def test_an_interruption_at_every_instruction_of_waiting(loop: asyncio.AbstractEventLoop) -> None:
+    """It must not leave a lock taken that the other side needs to bring the result."""
+    ended = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(0.001)
+        finally:
+            ended.append(True)
+
+    def hand_over(call: Call[Any]) -> None:
+        loop.call_soon_threadsafe(call.start)
+
+    struck = 0
+    for moment in itertools.count(1):
+        call = Call(loop, work(), "test", hand_over)
+        if not strike(moment, call.block):
+            break
+        call.refuse()  # struck before it was handed over
+        struck = moment
+        assert asyncio.run_coroutine_threadsafe(asyncio.sleep(0, "alive"), loop).result(5) == "alive"
+    assert struck > 50
+    assert ended
 
 
 def test_an_interruption_of_what_must_be_done_anyway(loop: asyncio.AbstractEventLoop) -> None:

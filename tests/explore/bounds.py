@@ -111,6 +111,7 @@ FULL: Final = (
     Bound(name="three versions in any order", any_order=True),
     *(pair(a, b) for a, b in combinations(EVERY_FAULT, 2)),
     Bound(name="forks + repeats + swaps", publishes=2, forks=1, repeats=1, swaps=1),
+    world("any three faults", publishes=1, faults=3),
     world("all six faults", publishes=1),
 )
 

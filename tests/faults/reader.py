@@ -109,15 +109,15 @@ class Reader(Child):
 
     def _take(self, call: Callable[[], Any], *, again: bool = False) -> None:
         mine = len(self.held) + (self.snapshot is not None)
-        pinned = 0
+        pinned, why = 0, ""
         try:
             snapshot = call()
         except WaitTimeout:
             return
         except PinnedError as error:
-            pinned = error.max_held
+            pinned, why = error.max_held, str(error)
         if pinned:
-            assert mine >= pinned, f"pinned by {mine} versions of {pinned}"
+            assert mine >= pinned, f"pinned by {mine} versions of {pinned}: {why}"
             self.let_go()
             return
         if snapshot is not None:

@@ -71,8 +71,8 @@ class Report:
         lines = [f"seeds {self.seeds}, {self.rounds} rounds, {self.seconds:.0f} s"]
         lines += [f"{count:8d}  {kind}" for kind, count in figures["by_kind"].items()]
         lines.append(f"{self.steps:8d}  fault steps, {self.kills} of them SIGKILL")
-        for name in ("publishes", "attachments", "adoptions", "elements", "wrong", "leaks"):
-            lines.append(f"{figures.get(name, 0):8d}  {name}")
+        for name in ("publishes", "attachments", "adoptions", "elements", "wrong", "leaks", "ended by libzmq"):
+            lines.append(f"{figures.get(name.replace(' ', '_'), 0):8d}  {name}")
         lines.append(
             f"slowest publish {figures['slowest_publish_s']} s; longest wait for a segment "
             f"{figures['slowest_wait_for_a_segment_s']} s; most beyond lease_timeout "

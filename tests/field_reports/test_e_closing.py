@@ -90,6 +90,7 @@ from busync import blocking
 from busync.wire import Joined, encode
 state = {"w": torch.ones(100_000)}
 gc.collect(), gc.freeze()  # or children take their time over torch's own objects
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background inherits that it is ignored
 
 def run(name):
     slow = os.fork()
