@@ -306,8 +306,8 @@ class Child:
         except Exception as error:
             return "failed", error
         finally:
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGALRM, lambda *_: None)  # Python complains of a late signal that is ignored
+            signal.signal(signal.SIGINT, lambda *_: None)
 
     def leave(self, how: str) -> None:
         """Exit with everything open."""
