@@ -36,7 +36,7 @@ from busync.transport.endpoint import Endpoint
 from busync.wire import NackCode
 
 HELD_PATIENCE = 1.0  #: seconds that a call waits for versions to be let go of here, before it raises PinnedError
-POLL_WINDOW = 0.002  #: seconds that poll() gives a version to arrive
+POLL_WINDOW = 0.002  #: seconds that a version which is there gets to arrive, unless poll() is given others
 #: Refusals that trying again cannot change.
 FINAL_REFUSALS = frozenset({"uid", "wire-version", "topics"})
 
@@ -198,7 +198,8 @@ class Subscriber(forks.ForkAware):
         Asking acknowledges the version that was handed out before.
 
         Raises:
-            WaitTimeout: there was none within ``timeout`` seconds (None: wait for ever).
+            WaitTimeout: there was none within ``timeout`` seconds (None: wait for ever). A version that is there
+                already gets 2 ms to arrive, also when ``timeout`` is less.
             PinnedError: this process still holds as many versions as it may.
             RefusedError: the publisher does not want this subscriber any more.
             FdError, AttachError: what the publisher sent could not be taken; the subscriber reconnects, so ask again.
@@ -416,8 +417,11 @@ class Subscriber(forks.ForkAware):
         future: asyncio.Future[Snapshot] = self._attachment.loop.create_future()
         waiter = _Waiter(have, future)
         self._add(waiter)
+        patience = timeout
+        if timeout is not None and self.version > waiter.have:
+            patience = max(timeout, POLL_WINDOW)  # or a caller that asks again and again for no time would never get it
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(patience):
                 snapshot = await future
         except TimeoutError:
             missing = [str(self._attachment.lost_reason)] if self._opened and not self._core.attached else []
