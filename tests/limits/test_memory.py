@@ -131,5 +131,6 @@ def test_readers_killed_in_place_cost_a_healthy_one_nothing(cast: Cast, figures:
         figures(f"{name} after 12 deaths", row[-1], f"(after 3: {row[2]})")
         # The publisher may notice a death a little later, and has a segment more in use meanwhile.
         assert max(row) <= min(row) + MAX_SEGMENTS, f"{name} are not flat: {row}"
-        assert min(row[-3:]) <= max(row[:3]), f"{name} grow: {row}"
+        # What a death leaves would add up to nine more by now; one more or less is what is in use at the moment.
+        assert min(row[-3:]) <= max(row[:3]) + 2, f"{name} grow: {row}"
     assert shared <= MAX_SEGMENTS * 1.01 * nbytes
