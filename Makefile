@@ -12,7 +12,7 @@ STAMP := $(VENV)/.stamp
 DEMO_STAMP := $(VENV)/.stamp-demo
 EXAMPLES_STAMP := $(VENV)/.stamp-examples
 
-.PHONY: help venv lint types check test explore faults mutants demo examples clean
+.PHONY: help venv lint types check test explore faults mutants demo examples bench clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ demo: $(DEMO_STAMP)  ## a real checkpoint to four subscribers, version after ver
 
 examples: $(EXAMPLES_STAMP)  ## every example in short form, with its output checked
 	$(BIN)/python -m pytest tests/examples
+
+bench: $(EXAMPLES_STAMP)  ## busync beside other systems, in one run; BENCH=--full for everything
+	$(BIN)/python -m bench $(BENCH)
 
 clean:  ## remove .venv and everything that is built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -71,6 +71,7 @@ def test_make_lists_its_commands() -> None:
         "mutants",
         "demo",
         "examples",
+        "bench",
         "clean",
     ]
     assert made.stderr == ""

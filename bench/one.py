@@ -1,0 +1,204 @@
+"""One system at one piece of work: ``python -m bench.one SYSTEM MODE STATE READERS``."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import zmq
+
+from bench.states import State, prove, proved, read_all, stamp
+from bench.systems import find
+from bench.systems.base import Answers, Cell, Learner, Reader, System, SystemFailed
+
+PATIENCE = 240.0  #: seconds for one run of one system
+END = 10.0  #: seconds in which a learner must end
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one run of a system at a cell gave."""
+
+    seconds: list[float] = field(default_factory=list)  #: of each measured round
+    first: float | None = None  #: seconds of the very first one
+    failed: str = ""  #: why there is nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to measure."""
+
+    warm: int = 3  #: rounds that do not count
+    most: int = 60  #: rounds
+    seconds: float = 2.0  #: after which no round begins
+    least: int = 5  #: rounds, however long they take
+
+
+def measure(system: System, cell: Cell, effort: Effort) -> Measured:
+    """Start a learner and readers, let them play, and end them. Never raises for what the system cannot do.
+
+    All are forks of one process that has imported everything: it is much faster than to import torch in each.
+    """
+    context = multiprocessing.get_context("forkserver")
+    directory = tempfile.mkdtemp(prefix="bench-", dir="/dev/shm")
+    os.mkdir(os.path.join(directory, "own"))
+    tickets = system.tickets(cell) if system.reader is not None else []
+    ours, theirs = context.Pipe()
+    learner = context.Process(target=_learn, args=(system.name, cell, effort, directory, tickets, theirs))
+    learner.start()
+    theirs.close()
+    readers: list[BaseProcess] = []
+    try:
+        _hear(ours)  # that the learner can be found
+        for number, ticket in enumerate(tickets):
+            arguments = (system.name, ticket, cell, directory, number)
+            readers.append(context.Process(target=_read, args=arguments, daemon=True))
+            readers[-1].start()
+        return _hear(ours)
+    except SystemFailed as error:
+        return Measured(failed=str(error))
+    finally:
+        for process in readers:  # it may be inside a library that hears no other signal
+            process.kill()
+        for process in readers:
+            process.join()
+        ours.close()  # which is the learner's sign to end
+        learner.join(END)
+        learner.kill()
+        learner.join()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _hear(learner: Connection) -> Measured:
+    """What the learner says next.
+
+    Raises:
+        SystemFailed: it cannot do it, or says nothing.
+    """
+    if not learner.poll(PATIENCE):
+        raise SystemFailed(f"not done within {PATIENCE:g} s")
+    try:
+        measured: Measured = learner.recv()
+    except EOFError:
+        raise SystemFailed("the learner's process died") from None
+    if measured.failed:
+        raise SystemFailed(measured.failed)
+    return measured
+
+
+def _learn(name: str, cell: Cell, effort: Effort, directory: str, tickets: list[Any], main: Connection) -> None:
+    """The life of a learner process."""
+    torch.set_num_threads(1)
+    result = Measured()
+    state = cell.kind.make()
+    answers = Answers(_address(directory))
+    try:
+        with find(name).learner(cell, os.path.join(directory, "own"), tickets) as learner:
+            main.send(result)
+            learner.attach()
+            answers.take(len(tickets))
+            gc.collect()
+            gc.freeze()
+            _hand_over(learner, state, answers, effort, result)
+            main.send(result)
+            main.poll(None)  # until the readers have been ended
+    except Exception as error:
+        if not isinstance(error, SystemFailed):
+            traceback.print_exc()
+        main.send(Measured(failed=f"{type(error).__name__}: {error}"))
+
+
+def _hand_over(learner: Learner, state: State, answers: Answers, effort: Effort, result: Measured) -> None:
+    stop_at = float("inf")
+    for version in range(1, effort.warm + effort.most + 1):
+        stamp(state, version)
+        learner.prepare(state)
+        begun = time.perf_counter()
+        learner.hand_over(state, answers)
+        took = time.perf_counter() - begun
+        if version == 1:
+            result.first = took
+        if version == effort.warm:
+            stop_at = time.perf_counter() + effort.seconds
+        if version > effort.warm:
+            result.seconds.append(took)
+            if time.perf_counter() > stop_at and len(result.seconds) >= effort.least:
+                break
+
+
+def _address(directory: str) -> str:
+    return f"ipc://{directory}/answers"
+
+
+def _read(name: str, ticket: Any, cell: Cell, directory: str, number: int) -> None:
+    """The life of a reader process, until it is killed."""
+    torch.set_num_threads(1)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    socket.connect(_address(directory))
+    try:
+        system = find(name)
+        assert system.reader is not None, "only a system with readers starts them"
+        with system.reader(ticket, cell, os.path.join(directory, "own"), number) as reader:
+            gc.collect()
+            gc.freeze()
+            socket.send(b"")
+            reader.run(socket.send) if cell.processes else _rounds(reader, cell, socket.send)
+    except Exception as error:
+        traceback.print_exc()
+        socket.send(f"a reader: {type(error).__name__}: {error}".encode())
+        time.sleep(PATIENCE)
+
+
+def _rounds(reader: Reader, cell: Cell, send: Callable[[bytes], Any]) -> None:
+    names = proved(name for name, _ in cell.kind.shapes())
+    module = cell.kind.module() if cell.mode == "load" else None
+    version = 0
+    while True:
+        tensors = reader.load(module) if module is not None else reader.receive()
+        version += 1
+        prove(tensors, names, version)
+        if cell.mode == "read":
+            read_all(tensors)
+        reader.answer(send)
+        del tensors
+
+
+def main() -> int:
+    """Measure one system, and print a line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.one", description=__doc__)
+    parser.add_argument("system", help="its name in bench/systems")
+    parser.add_argument("mode", choices=("view", "read", "load", "loan"))
+    parser.add_argument("state", help="cartpole, atari, gpt2, lm or many")
+    parser.add_argument("readers", type=int)
+    parser.add_argument("--processes", type=int, default=0, help="that the readers are spread over (0: one each)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="to measure for")
+    parser.add_argument("--most", type=int, default=60, help="rounds")
+    options = parser.parse_args()
+    cell = Cell(mode=options.mode, state=options.state, readers=options.readers, processes=options.processes)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["bench.preload"])
+    result = measure(find(options.system), cell, Effort(seconds=options.seconds, most=options.most))
+    if result.seconds:
+        rounds = sorted(seconds * 1e3 for seconds in result.seconds)
+        middle, first = rounds[len(rounds) // 2], (result.first or 0.0) * 1e3
+        print(f"{options.system:8} {cell}: median {middle:.3f} ms of {len(rounds)} rounds, {rounds[0]:.3f} to "
+              f"{rounds[-1]:.3f}; the first {first:.2f}")  # fmt: skip
+    if result.failed:
+        print(result.failed, file=sys.stderr)
+    return 1 if result.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
