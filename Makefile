@@ -11,11 +11,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 STAMP := $(VENV)/.stamp
 DEMO_STAMP := $(VENV)/.stamp-demo
 EXAMPLES_STAMP := $(VENV)/.stamp-examples
+PEERS := .venv-peers
 
-.PHONY: help venv lint types check test explore faults mutants demo examples bench clean
+.PHONY: help venv lint types check test explore faults mutants demo examples bench bench-peers clean
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## build .venv from constraints.txt
 
@@ -67,9 +68,18 @@ demo: $(DEMO_STAMP)  ## a real checkpoint to four subscribers, version after ver
 examples: $(EXAMPLES_STAMP)  ## every example in short form, with its output checked
 	$(BIN)/python -m pytest tests/examples
 
+# With the peers' environment if there is one; pictures need that of the examples.
 bench: $(EXAMPLES_STAMP)  ## busync beside other systems, in one run; BENCH=--full for everything
-	$(BIN)/python -m bench $(BENCH)
+	$(if $(wildcard $(PEERS)/.stamp),$(PEERS),$(VENV))/bin/python -m bench $(BENCH)
+	$(BIN)/python -m bench.report
+
+bench-peers: $(PEERS)/.stamp  ## install torchrl and Ray for `make bench`, into an environment of their own
+
+$(PEERS)/.stamp: bench/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --requirement bench/peers.txt
+	touch $@
 
 clean:  ## remove .venv and everything that is built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

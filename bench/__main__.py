@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -24,7 +25,7 @@ from bench.systems.base import Cell, System
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "bench" / "results"
-VERSIONS: Final = ("torch", "pyzmq", "msgpack", "msgspec", "uvloop", "safetensors")
+VERSIONS: Final = ("torch", "pyzmq", "msgpack", "msgspec", "uvloop", "safetensors", "torchrl", "ray")
 
 
 def main() -> int:
@@ -96,7 +97,7 @@ def _installed(names: list[str]) -> tuple[list[System], dict[str, str]]:
     for name in names:
         system = find(name)
         if any(importlib.util.find_spec(module) is None for module in system.needs):
-            missing[name] = f"needs {', '.join(system.needs)}"
+            missing[name] = f"{', '.join(system.needs)} is not installed (make bench-peers)"
         else:
             systems.append(system)
     return systems, missing
@@ -114,11 +115,20 @@ def _machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        "versions": _versions(),
         "commit": commit.stdout.strip(),
         "load": os.getloadavg()[0],
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of what is installed."""
+    versions = {}
+    for name in VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def test_make_lists_its_commands() -> None:
         "demo",
         "examples",
         "bench",
+        "bench-peers",
         "clean",
     ]
     assert made.stderr == ""

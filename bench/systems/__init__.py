@@ -11,6 +11,7 @@ from bench.systems.base import System
 MODULES: Final = {
     "limit": "limit", "floor": "floor", "busync": "busync_",
     "queues": "queues", "zmq": "zmq_bytes", "files": "files", "gloo": "gloo",
+    "torchrl": "torchrl_", "ray": "ray_",
 }  # fmt: skip
 
 

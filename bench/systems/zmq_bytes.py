@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 import zmq
@@ -12,15 +12,19 @@ from torch import Tensor
 from bench.states import State
 from bench.systems.base import Answers, Cell, Learner, Reader, System
 
+BUFFER_BYTES: Final = 4_000_000  #: of each connection; a large frame then takes fewer writes
+
 
 class ZmqLearner(Learner):
     """Publishes to all who have subscribed."""
 
     def __init__(self, cell: Cell, directory: str, tickets: list[Any]) -> None:
         super().__init__(cell, directory, tickets)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
+        self._context = zmq.Context(io_threads=2)  # one has to write to all readers by itself
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of every subscription, not only of the first
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.SNDBUF, BUFFER_BYTES)
         self._socket.bind(f"ipc://{directory}/zmq")
 
     def attach(self) -> None:
@@ -35,8 +39,9 @@ class ZmqLearner(Learner):
         answers.take(self.cell.readers)
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket and its context."""
         self._socket.close(0)
+        self._context.term()
 
 
 class ZmqReader(Reader):
@@ -46,6 +51,7 @@ class ZmqReader(Reader):
         super().__init__(ticket, cell, directory, number)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RCVBUF, BUFFER_BYTES)
         self._socket.connect(f"ipc://{directory}/zmq")
         self._socket.subscribe(b"")
         self._shapes = cell.kind.shapes()
