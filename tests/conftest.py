@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -60,6 +61,12 @@ def cast(request: pytest.FixtureRequest, context: ForkServerContext, tmp_path: P
     cast = Cast(context, tmp_path)
     yield cast
     cast.end(failed=request.node.stash.get(FAILED, False))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of collections: to walk over all of it holds every loop for 100 ms and more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
