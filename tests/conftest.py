@@ -63,16 +63,12 @@ def cast(request: pytest.FixtureRequest, context: ForkServerContext, tmp_path: P
     cast.end(failed=request.node.stash.get(FAILED, False))
 
 
-def pytest_collection_finish() -> None:
-    """Leave what is imported out of collections: to walk over all of it holds every loop for 100 ms and more."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def _hostile(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterator[None]:
     """After the test no descriptor, thread, child, mapping or file is left, and no callback took 100 ms."""
     _warm_up()
+    gc.collect()
+    gc.freeze()  # what is there by now: to walk over all of it holds every loop for 100 ms and more
     _watch.install()
     _watch.take()
     before = resources()
