@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 from typing import Protocol
 
 from busync import forks
@@ -44,7 +45,10 @@ class Attachment:
         self._owner = owner
         self._changed = asyncio.Event()
         self._watched: list[int] = []
-        self._due = self._retrying = False  #: a turn is scheduled: for input that is left, for output
+        self._poll = select.poll()  #: the same descriptors, for whoever waits without the loop
+        self._torn = False  #: inside a turn; if it is when a turn begins, a signal's handler has raised in the last one
+        self._due = False  #: input is left that nothing will signal
+        self._scheduled = self._retrying = False  #: the loop will give a turn: for input that is left, for output
         self._keeper = self.loop.create_task(self._keep(), name=f"busync-{core.name}")
         self._keeper.add_done_callback(self._keeper_ended)
 
@@ -66,32 +70,52 @@ class Attachment:
         session = self.session
         if session is None:
             return
+        self._due = False
+        torn, self._torn = self._torn, True
         events: list[SubscriberEffect] = []
         try:
+            if torn:
+                raise SessionEnded("a signal's handler raised while a message was handled here")
             try:
                 session.turn(events)
             finally:  # the last version, or a refusal, arrives together with the end
                 self._owner.handle(events)
         except BusyncError as error:
             self.end(error)
+        self._torn = False
         if self.session is not session:
             return
         if len(self._watched) == 1:
             self._watch(session)
-        if not self._due and (session.more or (session.bus is not None and session.bus.has_input())):
+        if session.more:
             self._due = True
-            self.loop.call_soon(self._next_turn)
+            if not self._scheduled:
+                self._scheduled = True
+                self.loop.call_soon(self._next_turn)
         self._flush_later(session)
 
     def say(self) -> None:
         """Say what the core has to say, without waiting for the next turn."""
         session = self.session
         if session is not None:
-            self._owner.handle(session.say())
+            torn, self._torn = self._torn, True
+            events: list[SubscriberEffect] = []
+            session.say(events)
+            if events:
+                self._owner.handle(events)
             self._flush_later(session)
+            self._torn = torn
+
+    def pause(self, seconds: float | None) -> None:
+        """Wait without the loop until something has arrived, at most so long. Takes nothing in; call ``turn`` then."""
+        if self._due:
+            return
+        if self.session is not None and self.session.door.pending:
+            seconds = RETRY if seconds is None else min(seconds, RETRY)
+        self._poll.poll(None if seconds is None else seconds * 1000)
 
     def _next_turn(self) -> None:
-        self._due = False
+        self._scheduled = False
         self.turn()
 
     def _flush_later(self, session: Session) -> None:
@@ -124,6 +148,7 @@ class Attachment:
             return
         for fd in self._watched:
             self.loop.remove_reader(fd)
+            self._poll.unregister(fd)
         self._watched.clear()
         session.close()
         if isinstance(error.__cause__, ProtocolError):
@@ -177,6 +202,7 @@ class Attachment:
         for fd in self.fds():
             if fd not in self._watched:
                 self.loop.add_reader(fd, self.turn)
+                self._poll.register(fd, select.POLLIN)
                 self._watched.append(fd)
 
     def _check_attached(self, session: Session) -> None:

@@ -5,8 +5,8 @@
         for snapshot in sub: snapshot.load_into(model)
 
 They promise and raise what their asyncio namesakes do; where those can be cancelled, these can be interrupted
-(Ctrl-C). A subscriber runs a private loop inside each of its calls and nothing between them: a version that is asked
-for is fetched in the call that asks.
+(Ctrl-C). Nothing of a subscriber runs between its calls: a version that is asked for is fetched in the call that asks.
+While it is attached its calls wait for its sockets themselves; a private loop runs only where it has to connect again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -24,12 +25,13 @@ from busync.calls import settle
 from busync.errors import ClosedError, UsageError
 from busync.handles import NameMap, Source, Tensors
 from busync.ids import DEFAULT_TOPIC, check_label
+from busync.interrupts import CtrlC
 from busync.options import check_seconds
 from busync.protocol.waits import WaitFor
 from busync.publisher import WAIT_TIMEOUT, LoanBase, PublisherBase
 from busync.publishing import PublishReport, Wait, drain
 from busync.snapshot import Snapshot as AsyncSnapshot
-from busync.subscriber import POLL_WINDOW
+from busync.subscriber import POLL_WINDOW, Pause, Request
 from busync.wire import Value
 
 if TYPE_CHECKING:
@@ -140,11 +142,11 @@ class Snapshot:
 
     def load_into(self, *modules: nn.Module, strict: bool = True, map: NameMap | None = None) -> None:
         """As ``busync.Snapshot.load_into``."""
-        self._subscriber._run(self._inner.load_into(*modules, strict=strict, map=map))
+        self._subscriber._here(lambda ctrl_c: self._inner._load(modules, strict, map))
 
     def ack(self) -> None:
         """As ``busync.Snapshot.ack``."""
-        self._subscriber._run(self._inner.ack())
+        self._subscriber._here(lambda ctrl_c: self._inner._ack())
 
     def release(self) -> None:
         """As ``busync.Snapshot.release``."""
@@ -155,13 +157,13 @@ class Snapshot:
         return self._subscriber._run(self._inner.digest(timeout))
 
     def __enter__(self) -> Self:
-        self._subscriber._run(self._inner.__aenter__())
+        self._subscriber._here(lambda ctrl_c: self._inner._enter())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._subscriber._run(self._inner.__aexit__(kind, error, traceback))
+        self._subscriber._here(lambda ctrl_c: self._inner._leave(error))
 
     def __repr__(self) -> str:
         return repr(self._inner)
@@ -178,27 +180,40 @@ class Subscriber(forks.ForkAware):
             endpoint, topic=topic, name=name, connect_timeout=connect_timeout, prefetch=prefetch, digests=digests
         )
         self._runner: asyncio.Runner | None = None
-        self._inside = threading.RLock()  #: only ever tried: somebody is inside the private loop
+        self._inside = threading.RLock()  #: only ever tried: a thread is inside one of the calls
         self.topic, self.name = self._inner.topic, self._inner.name
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the private loop."""
         try:
-            forks.ensure_same_process(self._inner._pid, "subscriber")
-            if self._runner is None:
-                raise ClosedError("subscriber")
-            if asyncio._get_running_loop() is not None:
-                raise UsageError("an event loop runs here", "use busync.Subscriber inside a running loop")
-            if not self._inside.acquire(blocking=False):
-                raise UsageError("another thread is inside this subscriber", "open one per thread")
-            try:
-                runner = self._runner
-                if runner is None:  # closed by another thread since the first look
-                    raise ClosedError("subscriber")
-                return self._run_to_its_end(runner, coroutine)
-            finally:
-                self._inside.release()
+            return self._alone(lambda runner: self._run_to_its_end(runner, coroutine))
         finally:
             coroutine.close()
+
+    def _here(self, job: Callable[[CtrlC], T]) -> T:
+        """Do without the loop what needs none. Ctrl-C strikes only where ``job`` lets it."""
+
+        def guarded(runner: asyncio.Runner) -> T:
+            with CtrlC() as ctrl_c:
+                return job(ctrl_c)
+
+        return self._alone(guarded)
+
+    def _alone(self, job: Callable[[asyncio.Runner], T]) -> T:
+        """Do it as the only caller, in the right process, outside of event loops."""
+        forks.ensure_same_process(self._inner._pid, "subscriber")
+        if self._runner is None:
+            raise ClosedError("subscriber")
+        if asyncio._get_running_loop() is not None:
+            raise UsageError("an event loop runs here", "use busync.Subscriber inside a running loop")
+        if not self._inside.acquire(blocking=False):
+            raise UsageError("another thread is inside this subscriber", "open one per thread")
+        try:
+            if self._runner is None:  # closed by another thread since the first look
+                raise ClosedError("subscriber")
+            return job(self._runner)
+        finally:
+            self._inside.release()
 
     def _run_to_its_end(self, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, T]) -> T:
         task: asyncio.Task[T] | None = None
@@ -265,23 +280,31 @@ class Subscriber(forks.ForkAware):
 
     def next(self, timeout: float | None = None) -> Snapshot:
         """As ``busync.Subscriber.next``."""
-        return Snapshot(self, self._run(self._inner.next(timeout)))
+        return self._ask(self._inner._request_next(), timeout)
 
     def latest(self, timeout: float | None = None) -> Snapshot:
         """As ``busync.Subscriber.latest``."""
-        return Snapshot(self, self._run(self._inner.latest(timeout)))
+        return self._ask(self._inner._request_version(1, "a version"), timeout)
 
     def wait_version(self, version: int, timeout: float | None = None) -> Snapshot:
         """As ``busync.Subscriber.wait_version``."""
-        return Snapshot(self, self._run(self._inner.wait_version(version, timeout)))
+        return self._ask(self._inner._request_version(version), timeout)
+
+    def _ask(self, request: Request, timeout: float | None) -> Snapshot:
+        """Ask without the loop for as long as there is a session, and with it when there is none."""
+        begun = time.monotonic()
+        snapshot = self._here(lambda ctrl_c: self._inner._ask_here(request, timeout, self._pause(ctrl_c)))
+        if snapshot is None:
+            snapshot = self._run(self._inner._ask(request, timeout, time.monotonic() - begun))
+        return Snapshot(self, snapshot)
+
+    def _pause(self, ctrl_c: CtrlC) -> Pause:
+        return lambda seconds: ctrl_c.wait(lambda: self._inner._pause(seconds))
 
     def poll(self, timeout: float = POLL_WINDOW) -> Snapshot | None:
         """As ``busync.Subscriber.poll``."""
-
-        async def poll() -> AsyncSnapshot | None:
-            return self._inner.poll(timeout)
-
-        snapshot = self._run(poll())
+        check_seconds("timeout", timeout)
+        snapshot = self._here(lambda ctrl_c: self._inner._poll_here(timeout, self._pause(ctrl_c)))
         return Snapshot(self, snapshot) if snapshot is not None else None
 
     @property

@@ -35,17 +35,14 @@ class ForkAware(Protocol):
         return
 
 
+#: This process. Not for finalizers: the hook of another library may run one in a child before it is told here.
+_pid = os.getpid()
 _registered: weakref.WeakSet[ForkAware] = weakref.WeakSet()
-_hooked = False
 
 
 def register(aware: ForkAware) -> None:
     """Run the hooks of ``aware`` at every fork for as long as it lives. It is referred to weakly."""
-    global _hooked
     with fork_lock:
-        if not _hooked:
-            os.register_at_fork(before=_before, after_in_parent=fork_lock.release, after_in_child=_after_in_child)
-            _hooked = True
         _registered.add(aware)
 
 
@@ -65,6 +62,8 @@ def _before() -> None:
 
 
 def _after_in_child() -> None:
+    global _pid
+    _pid = os.getpid()
     for aware in list(_registered):
         try:
             aware.after_fork_in_child()
@@ -79,7 +78,7 @@ def ensure_same_process(pid: int, what: str) -> None:
     Raises:
         ForkedError: it is used in a forked child.
     """
-    if os.getpid() != pid:
+    if _pid != pid:
         raise ForkedError(what)
 
 
@@ -90,3 +89,6 @@ def immortal(value: object) -> None:
     address range that by then may belong to something else.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+os.register_at_fork(before=_before, after_in_parent=fork_lock.release, after_in_child=_after_in_child)

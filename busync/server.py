@@ -97,6 +97,7 @@ class Server(forks.ForkAware):
         self._calls: deque[Call[Any]] = deque()  #: not yet started
         self._ending = False
         self._bus_due = False  #: _bus_ready will be called
+        self._bus_used = False  #: since the last look whether something has arrived
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self.ready: Outcome[None] = Outcome()
@@ -243,6 +244,7 @@ class Server(forks.ForkAware):
     def _bus_ready(self) -> None:
         assert self.bus is not None, "received before opened"
         self._bus_due = False
+        self._bus_used = True
         for _ in range(MESSAGES_PER_TURN):
             received = self.bus.receive()
             if received is None:
@@ -286,10 +288,11 @@ class Server(forks.ForkAware):
         while effects := self.core.take_effects():
             for effect in effects:
                 self._carry_out_one(effect)
-        # Sending consumes ZeroMQ's signal; without this look a Join could lie there unseen.
-        if not self._bus_due and self.bus is not None and self.bus.has_input():
-            self._bus_due = True
-            self.loop.call_soon(self._bus_ready)
+        if self._bus_used:  # which consumes ZeroMQ's signal: without this look a Join could lie there unseen
+            self._bus_used = False
+            if not self._bus_due and self.bus is not None and self.bus.has_input():
+                self._bus_due = True
+                self.loop.call_soon(self._bus_ready)
         self._arm_timer()
 
     def _carry_out_one(self, effect: fx.PublisherEffect) -> None:
@@ -332,6 +335,7 @@ class Server(forks.ForkAware):
         assert self.bus is not None, "sent before opened"
         if peer is None:
             return
+        self._bus_used = True
         try:
             sent = self.bus.send(peer.token, data)
         except BusyncError as error:  # of this peer alone: the others must get what they were granted

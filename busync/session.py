@@ -155,7 +155,7 @@ class Session(forks.ForkAware):
         self.more = False  #: the last turn ended early, and another one is due
         forks.register(self)
         core.start()
-        self.say()
+        self.say([])
 
     @property
     def newest(self) -> Version:
@@ -178,17 +178,15 @@ class Session(forks.ForkAware):
         Raises:
             SessionEnded: the publisher has gone, or broke the protocol, or a descriptor could not be taken.
         """
-        stop_at = time.monotonic() + TURN
         try:
             while self.ended:
                 lease = self.ended.popleft()
                 self.mapped.discard(lease)
                 self.core.ended(lease)
-            self.door.flush()
-            events += self.say()
-            self.more = False
-            while not self.more and self._receive_one(events):
-                self.more = time.monotonic() > stop_at
+            if self.door.pending:
+                self.door.flush()
+            self.say(events)
+            self._receive(events)
             if self.bus is not None and not self.more and self.bus.lost():
                 raise SessionEnded("the bus connection broke")
         except EOFError:
@@ -196,21 +194,32 @@ class Session(forks.ForkAware):
         except ProtocolError as error:
             raise SessionEnded(str(error)) from error
 
-    def _receive_one(self, events: list[fx.SubscriberEffect]) -> bool:
-        """Handle one packet and one message, if there are any."""
-        packet = self.door.receive()
-        if packet is not None:
-            self._fd = packet.fds[0] if packet.fds else None
-            self.core.receive_door(decode_door_down(packet.data))
-        data = self.bus.receive() if self.bus is not None else None
-        if data is not None:
-            self.core.receive_bus(decode_bus_down(data))
-        events += self.say()
-        return packet is not None or data is not None
+    def _receive(self, events: list[fx.SubscriberEffect]) -> None:
+        """Handle what has arrived. The bus comes last: nothing lies there afterwards, unless there is ``more``."""
+        stop_at = 0.0
+        door = True
+        while True:
+            packet = self.door.receive() if door else None
+            if packet is not None:
+                self._fd = packet.fds[0] if packet.fds else None
+                self.core.receive_door(decode_door_down(packet.data))
+                self.say(events)
+            data = self.bus.receive() if self.bus is not None else None
+            if data is not None:
+                self.core.receive_bus(decode_bus_down(data))
+                self.say(events)
+            door = packet is not None
+            self.more = False
+            if packet is None and data is None:
+                return
+            now = time.monotonic()
+            stop_at = stop_at or now + TURN
+            if now > stop_at:
+                self.more = True
+                return
 
-    def say(self) -> list[fx.SubscriberEffect]:
-        """Carry out the core's effects; those that concern the application are returned."""
-        events: list[fx.SubscriberEffect] = []
+    def say(self, events: list[fx.SubscriberEffect]) -> None:
+        """Carry out the core's effects; those that concern the application are appended to ``events``."""
         for effect in self.core.take_effects():
             match effect:
                 case fx.ToDoor(message):
@@ -226,7 +235,6 @@ class Session(forks.ForkAware):
                         self.segments.pop(segment, None)
                 case _:
                     events.append(effect)
-        return events
 
     def _take_fd(self, what: str) -> OwnedFd:
         fd, self._fd = self._fd, None

@@ -123,13 +123,30 @@ class Snapshot:
                 box = [hold]
                 cancelled = await finish(self._owner.run(lambda: self._copy(box.pop(), modules, strict, map)))
         except (MismatchError, AttachError, AllocationError) as error:
-            self._owner.fail(hold, "apply" if isinstance(error, MismatchError) else "attach", str(error))
+            self._failed(hold, error)
             raise
+        self._loaded(hold)
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def _load(self, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None) -> None:
+        """As ``load_into``, on the caller's own thread, to the end."""
+        hold = self._held()
+        self._owner.ensure_here()
+        try:
+            self._copy(hold, modules, strict, map)
+        except (MismatchError, AttachError, AllocationError) as error:
+            self._failed(hold, error)
+            raise
+        self._loaded(hold)
+
+    def _failed(self, hold: Hold, error: BusyncError) -> None:
+        self._owner.fail(hold, "apply" if isinstance(error, MismatchError) else "attach", str(error))
+
+    def _loaded(self, hold: Hold) -> None:
         self._owner.acknowledge(hold)
         if self._tensors is None and not self._blocks:
             self.release()
-        if cancelled:
-            raise asyncio.CancelledError
 
     def _copy(self, hold: Hold, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None) -> None:
         plan = plan_load(self.version, self.manifest, modules, strict=strict, map=map)
@@ -142,6 +159,10 @@ class Snapshot:
         Raises:
             UsageError: the snapshot was released or spent, or this is not the subscriber's loop.
         """
+        self._ack()
+
+    def _ack(self) -> None:
+        """See ``ack``; it does not wait."""
         hold = self._held()
         self._owner.ensure_here()
         self._owner.acknowledge(hold)
@@ -170,13 +191,21 @@ class Snapshot:
         return self._hold
 
     async def __aenter__(self) -> Self:
+        self._enter()
+        return self
+
+    def _enter(self) -> None:
+        """Begin a block; see ``_leave``."""
         self._held()
         self._blocks += 1
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """End a block, with what the caller's code raised in it."""
         self._blocks -= 1
         try:
             if isinstance(error, Exception) and not isinstance(error, BusyncError) and self._hold is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import select
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,20 +35,33 @@ from busync.snapshot import Snapshot
 from busync.transport.endpoint import Endpoint
 from busync.wire import NackCode
 
+#: Waits until something has arrived, for so many seconds at most (None: for ever).
+Pause = Callable[[float | None], None]
+
 HELD_PATIENCE = 1.0  #: seconds that a call waits for versions to be let go of here, before it raises PinnedError
 POLL_WINDOW = 0.002  #: seconds that a version which is there gets to arrive, unless poll() is given others
 #: Refusals that trying again cannot change.
 FINAL_REFUSALS = frozenset({"uid", "wire-version", "topics"})
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a call asks for."""
+
+    have: Callable[[], Version]  #: newer than this, which depends on the session
+    what: str  #: in words
+    enough: Version | None = None  #: a version that was handed out before will do if it is at least this
+
+
 class _Waiter:
-    """A call that waits for a version newer than ``have``."""
+    """A call that waits for a version newer than ``have``: a coroutine, or plain code that gives turns itself."""
 
     def __init__(self, have: Callable[[], Version], future: asyncio.Future[Snapshot] | None) -> None:
         self.evaluate = have
         self.have = have()
         self.future = future
         self.snapshot: Snapshot | None = None
+        self.error: BusyncError | None = None
 
     def give(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
@@ -56,6 +69,7 @@ class _Waiter:
             self.future.set_result(snapshot)
 
     def fail(self, error: BusyncError) -> None:
+        self.error = error
         if self.future is not None and not self.future.done():
             self.future.set_exception(error)
 
@@ -206,26 +220,21 @@ class Subscriber(forks.ForkAware):
             UsageError: the subscriber is not open, or belongs to another event loop.
             ClosedError: the subscriber is closed; ForkedError: it belongs to the parent process.
         """
-        return await self._ask(lambda: self.adopted, f"a version newer than {self.adopted}", timeout)
+        return await self._ask(self._request_next(), timeout)
 
     async def latest(self, timeout: float | None = None) -> Snapshot:
         """The newest version, which may be one that was handed out before; waits for the first if there is none.
 
         Raises: as ``next``.
         """
-        return await self._ask(lambda: self._newest_held(below_board=True), "a version", timeout, Version(1))
+        return await self._ask(self._request_version(1, "a version"), timeout)
 
     async def wait_version(self, version: int, timeout: float | None = None) -> Snapshot:
         """The newest version once it is at least ``version``.
 
         Raises: as ``next``; OptionError: ``version`` is not a whole number of at least 1.
         """
-        if type(version) is not int or version < 1:
-            raise OptionError("version", version, "a whole number, 1 or more")
-        have = Version(version - 1)
-        return await self._ask(
-            lambda: max(have, self._newest_held(below_board=True)), f"version {version}", timeout, Version(version)
-        )
+        return await self._ask(self._request_version(version), timeout)
 
     def poll(self, timeout: float = POLL_WINDOW) -> Snapshot | None:
         """A version newer than every version handed out so far, or None; at once if the board shows none.
@@ -235,33 +244,7 @@ class Subscriber(forks.ForkAware):
 
         Needs no running loop; a loop that runs is held meanwhile. Raises: as ``next``, but never WaitTimeout.
         """
-        stop_at = time.monotonic() + check_seconds("timeout", timeout)
-        self._begin()
-        session = self._session
-        if session is None or session.newest <= self.adopted:
-            return None
-        ahead = self._take_ahead()
-        if ahead is None:
-            self._check_held()
-            ahead = self._take_ahead()  # it may have come just now
-        if ahead is not None and (ahead.version == session.newest or len(self._core.leases) >= self._core.max_held):
-            return self._hand_over(ahead)
-        have = max(self.adopted, ahead.version if ahead is not None else Version(0))
-        waiter = _Waiter(lambda: have, None)
-        self._add(waiter)
-        try:
-            while waiter.snapshot is None and (left := stop_at - time.monotonic()) > 0 and self._session is not None:
-                watch = select.poll()
-                for fd in self._attachment.fds():
-                    watch.register(fd, select.POLLIN)
-                watch.poll(left * 1000)
-                self._attachment.turn()
-        finally:
-            self._remove(waiter)
-        if waiter.snapshot is None and self._session is not session:
-            return None  # what was asked for ahead went with its session
-        snapshot = waiter.snapshot or ahead
-        return self._hand_over(snapshot) if snapshot is not None else None
+        return self._poll_here(check_seconds("timeout", timeout), self._pause)
 
     # Looking
 
@@ -363,6 +346,8 @@ class Subscriber(forks.ForkAware):
         if not self._core.digests:
             raise UsageError("this subscriber does not ask for digests", "make it with digests=True")
         self._begin()
+        self._ack_handed()
+        self._attachment.say()
         try:
             async with asyncio.timeout(check_seconds("timeout", timeout)):
                 return await asyncio.shield(self._digest(version))
@@ -398,41 +383,134 @@ class Subscriber(forks.ForkAware):
         self._attachment.turn()
         if self._final is not None:
             raise self._final
-        if self._handed is not None:
-            (session, version), self._handed = self._handed, None
-            self._say_ack(session, version)
 
-    async def _ask(
-        self, have: Callable[[], Version], what: str, timeout: float | None, enough: Version | None = None
-    ) -> Snapshot:
-        if timeout is not None:
-            check_seconds("timeout", timeout)
-        self._begin()
-        ready = self._at_hand(enough)
-        if ready is None:
-            self._check_held()
-            ready = self._at_hand(enough)  # what was asked for ahead may have come just now
+    async def _ask(self, request: Request, timeout: float | None, spent: float = 0.0) -> Snapshot:
+        """Wait for a request's version; ``spent`` seconds of ``timeout`` have passed already."""
+        ready = self._look(request, timeout)
         if ready is not None:
             return self._hand_over(ready)
         future: asyncio.Future[Snapshot] = self._attachment.loop.create_future()
-        waiter = _Waiter(have, future)
+        waiter = _Waiter(request.have, future)
         self._add(waiter)
-        patience = timeout
-        if timeout is not None and self.version > waiter.have:
-            patience = max(timeout, POLL_WINDOW)  # or a caller that asks again and again for no time would never get it
         try:
-            async with asyncio.timeout(patience):
+            patience = self._patience(timeout, waiter)
+            async with asyncio.timeout(None if patience is None else patience - spent):
                 snapshot = await future
         except TimeoutError:
-            missing = [str(self._attachment.lost_reason)] if self._opened and not self._core.attached else []
-            what = f"{what} of topic {self.topic!r} from {self.endpoint.directory}"
-            raise WaitTimeout(what, timeout or 0.0, missing) from None
+            raise self._timed_out(request, timeout) from None
         finally:
             self._remove(waiter)
             # An exception keeps this frame, and a version may have come in the very moment of the cancellation.
-            waiter.snapshot = waiter.future = None
+            waiter.snapshot = waiter.future = waiter.error = None
             del future
         return self._hand_over(snapshot)
+
+    def _ask_here(self, request: Request, timeout: float | None, pause: Pause) -> Snapshot | None:
+        """As a coroutine that asks, without the loop; None if there is no session (any more), which only a loop mends.
+
+        Raises: as ``next``.
+        """
+        ready = self._look(request, timeout)
+        if ready is not None:
+            return self._hand_over(ready)
+        if not self._core.attached:
+            return None
+        waiter = _Waiter(request.have, None)
+        self._wait_here(waiter, self._patience(timeout, waiter), pause)
+        if waiter.snapshot is not None:
+            return self._hand_over(waiter.snapshot)
+        if not self._core.attached:
+            return None
+        raise self._timed_out(request, timeout)
+
+    def _poll_here(self, timeout: float, pause: Pause) -> Snapshot | None:
+        """See ``poll``."""
+        self._begin()
+        self._ack_handed()
+        session = self._session
+        if session is None or session.newest <= self.adopted:
+            self._attachment.say()
+            return None
+        ahead = self._take_ahead()
+        if ahead is None:
+            self._check_held()
+            ahead = self._take_ahead()  # it may have come just now
+        if ahead is not None and (ahead.version == session.newest or len(self._core.leases) >= self._core.max_held):
+            return self._hand_over(ahead)
+        have = max(self.adopted, ahead.version if ahead is not None else Version(0))
+        waiter = _Waiter(lambda: have, None)
+        self._wait_here(waiter, timeout, pause)
+        if waiter.snapshot is None and self._session is not session:
+            return None  # what was asked for ahead went with its session
+        snapshot = waiter.snapshot or ahead
+        return self._hand_over(snapshot) if snapshot is not None else None
+
+    def _wait_here(self, waiter: _Waiter, patience: float | None, pause: Pause) -> None:
+        """Give turns until the waiter has its version, its time is over, or the session is."""
+        session = self._session
+        stop_at = None if patience is None else time.monotonic() + patience
+        self._add(waiter)
+        try:
+            while waiter.snapshot is None and self._session is session:
+                left = None if stop_at is None else stop_at - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                pause(left)
+                self._attachment.turn()
+        finally:
+            self._remove(waiter)
+        if waiter.error is not None:
+            raise waiter.error
+
+    def _pause(self, seconds: float | None) -> None:
+        self._attachment.pause(seconds)
+
+    def _request_next(self) -> Request:
+        """What ``next`` asks for."""
+        return Request(lambda: self.adopted, f"a version newer than {self.adopted}")
+
+    def _request_version(self, version: int, what: str = "") -> Request:
+        """What ``wait_version`` and ``latest`` ask for.
+
+        Raises:
+            OptionError: ``version`` is not a whole number of at least 1.
+        """
+        if type(version) is not int or version < 1:
+            raise OptionError("version", version, "a whole number, 1 or more")
+        below = Version(version - 1)
+        return Request(
+            lambda: max(below, self._newest_held(below_board=True)), what or f"version {version}", Version(version)
+        )
+
+    def _look(self, request: Request, timeout: float | None) -> Snapshot | None:
+        """What is at hand for a request, after what has arrived was taken in."""
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        self._begin()
+        self._ack_handed()
+        ready = self._at_hand(request.enough)
+        if ready is None:
+            self._check_held()
+            ready = self._at_hand(request.enough)  # what was asked for ahead may have come just now
+        return ready
+
+    def _ack_handed(self) -> None:
+        """Acknowledge what was handed out before. It is said together with what is wanted next."""
+        if self._handed is not None:
+            (session, version), self._handed = self._handed, None
+            if session is self._session:
+                self._core.ack(version)
+
+    def _patience(self, timeout: float | None, waiter: _Waiter) -> float | None:
+        """Seconds to wait: a version that is there gets some, or a caller with little time would never get it."""
+        if timeout is not None and self.version > waiter.have:
+            return max(timeout, POLL_WINDOW)
+        return timeout
+
+    def _timed_out(self, request: Request, timeout: float | None) -> WaitTimeout:
+        missing = [str(self._attachment.lost_reason)] if self._opened and not self._core.attached else []
+        what = f"{request.what} of topic {self.topic!r} from {self.endpoint.directory}"
+        return WaitTimeout(what, timeout or 0.0, missing)
 
     def _hand_over(self, snapshot: Snapshot) -> Snapshot:
         if self._session is not None and snapshot.incarnation == self._session.incarnation:

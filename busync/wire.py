@@ -59,6 +59,7 @@ class Want(Message, frozen=True, kw_only=True):
     number: Number  #: grows by at least 1 with each Want of the session
     have: Number  #: 0: anything
     digest: bool = False  #: also compute and send the version's content digest
+    ack: Number = 0  #: as Ack with this version, said before; 0: nothing
 
 
 class Withdraw(Message, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from busync.errors import BusyncError
 from busync.ids import Incarnation, LeaseId, SegmentId, SessionId, Version
@@ -12,62 +12,54 @@ from busync.wire import BusDown, DoorDown, DoorUp, Value
 # The publisher's shell
 
 
-@dataclass(frozen=True, slots=True)
-class SendDoor:
+class SendDoor(Struct, frozen=True):
     """Send a packet to a session. Welcome goes with the board's descriptor."""
 
     session: SessionId
     message: DoorDown
 
 
-@dataclass(frozen=True, slots=True)
-class PushSegment:
+class PushSegment(Struct, frozen=True):
     """Send a segment's descriptor to a session."""
 
     session: SessionId
     segment: SegmentId
 
 
-@dataclass(frozen=True, slots=True)
-class SendManifest:
+class SendManifest(Struct, frozen=True):
     """Send the parts of a layout to a session."""
 
     session: SessionId
     layout: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SendBus:
+class SendBus(Struct, frozen=True):
     """Send a message to a session."""
 
     session: SessionId
     message: BusDown
 
 
-@dataclass(frozen=True, slots=True)
-class WriteBoard:
+class WriteBoard(Struct, frozen=True):
     """Show a version in a topic's slot: this commits it."""
 
     slot: int
     version: Version
 
 
-@dataclass(frozen=True, slots=True)
-class DropSegment:
+class DropSegment(Struct, frozen=True):
     """Close the descriptor and forget the mapping; the memory goes with its last user."""
 
     segment: SegmentId
 
 
-@dataclass(frozen=True, slots=True)
-class DropLayout:
+class DropLayout(Struct, frozen=True):
     """No version has this layout any more."""
 
     layout: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeDigest:
+class ComputeDigest(Struct, frozen=True):
     """Compute a version's content digest off the loop, then call ``digest_done``."""
 
     topic: str
@@ -76,16 +68,14 @@ class ComputeDigest:
     layout: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EndSession:
+class EndSession(Struct, frozen=True):
     """Close a session's connection."""
 
     session: SessionId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(Struct, frozen=True):
     """A reservation has its segment, or none and the reason."""
 
     reservation: int
@@ -98,8 +88,7 @@ class Reserved:
     skipped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WaitDone:
+class WaitDone(Struct, frozen=True):
     """A wait for acks or releases is over."""
 
     wait: int
@@ -117,15 +106,13 @@ PublisherEffect = (
 # The subscriber's shell
 
 
-@dataclass(frozen=True, slots=True)
-class ToDoor:
+class ToDoor(Struct, frozen=True):
     """Send a packet to the publisher."""
 
     message: DoorUp
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectBus:
+class ConnectBus(Struct, frozen=True):
     """Connect to the bus under this routing id and send Join; map the board that came with Welcome."""
 
     token: bytes
@@ -133,23 +120,20 @@ class ConnectBus:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class TakeSegment:
+class TakeSegment(Struct, frozen=True):
     """Check the descriptor that came with the packet, and keep it: it is the segment's."""
 
     segment: SegmentId
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Attached:
+class Attached(Struct, frozen=True):
     """The publisher counts this session."""
 
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(Struct, frozen=True):
     """A version may be used until its lease is released."""
 
     lease: LeaseId
@@ -162,23 +146,20 @@ class Granted:
     published_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetSegments:
+class ForgetSegments(Struct, frozen=True):
     """Drop the cached descriptors and mappings of these segments."""
 
     segments: tuple[SegmentId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DigestArrived:
+class DigestArrived(Struct, frozen=True):
     """The publisher's content digest of a version."""
 
     version: Version
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     """The publisher refuses this session."""
 
     code: str

@@ -215,12 +215,15 @@ class PublisherProtocol:
             raise ViolationError(self._peer(session), f"{type(message).__name__} before Hello")
         match message:
             case Want():
+                if message.ack:
+                    self._ack(session, message.ack)
+                    self._waits.progress(session)
                 self._want(session, message)
                 return
             case Withdraw():
                 self._withdraw(session, message)
             case Ack():
-                self._ack(session, message)
+                self._ack(session, message.version)
                 self._waits.progress(session)
                 return
             case Release():
@@ -354,10 +357,10 @@ class PublisherProtocol:
         for lease in [le for le in session.leases.values() if le.number == withdraw.number]:
             self._end_lease(lease)
 
-    def _ack(self, session: Session, ack: Ack) -> None:
-        if ack.version > session.granted:
-            raise ViolationError(self._peer(session), f"ack of version {ack.version}, which it was never granted")
-        session.acked = max(session.acked, Version(ack.version))
+    def _ack(self, session: Session, version: int) -> None:
+        if version > session.granted:
+            raise ViolationError(self._peer(session), f"ack of version {version}, which it was never granted")
+        session.acked = max(session.acked, Version(version))
 
     def _end_lease(self, lease: Lease) -> None:
         session = self.sessions[lease.session]

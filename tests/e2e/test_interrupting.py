@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import sys
 import threading
 import time
@@ -61,8 +62,13 @@ def test_an_interruption_while_a_call_is_handed_over(loop: asyncio.AbstractEvent
     assert steps in ([], ["began", "ended"])
 
 
-def strike(moment: int, call: Callable[[], object]) -> bool:
-    """Make a call that KeyboardInterrupt strikes at its n-th instruction; False if it has fewer."""
+def interrupt() -> NoReturn:
+    """What Ctrl-C comes to in plain code, whatever was done about it."""
+    raise KeyboardInterrupt
+
+
+def strike(moment: int, call: Callable[[], object], blow: Callable[[], object] = interrupt) -> bool:
+    """Make a call that Ctrl-C strikes at its n-th instruction; False if it has fewer."""
     left = moment
 
     def trace(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
@@ -73,7 +79,7 @@ def strike(moment: int, call: Callable[[], object]) -> bool:
         if event == "opcode":
             left -= 1
             if left == 0:
-                raise KeyboardInterrupt  # which ends the tracing
+                blow()  # which ends the tracing if it raises
         return trace
 
     sys.settrace(trace)
@@ -193,7 +199,7 @@ def test_an_interruption_as_a_task_is_made(monkeypatch: pytest.MonkeyPatch) -> N
         with monkeypatch.context() as patch:
             patch.setattr(asyncio.Runner, "run", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                sub.next(1)
+                sub._run(sub._inner.next(1))
         pub.publish(patterns.state(1, 1))
         assert sub.next(5).version == 1
 
@@ -218,7 +224,7 @@ def test_an_interrupted_subscriber_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         with monkeypatch.context() as patch:
             patch.setattr(asyncio.Runner, "run", cancelled)
             with pytest.raises(KeyboardInterrupt):
-                sub.next(1)
+                sub._run(sub._inner.next(1))
         assert sub.next(5).version == 1
 
 
@@ -233,9 +239,51 @@ def test_a_call_interrupted_before_its_first_step_does_not_run_later(monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(asyncio.Runner, "run", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                sub.next(1)
+                sub._run(sub._inner.next(1))
         assert asyncio.Runner.run is genuine
         pub.publish(patterns.state(1, 1))
         assert sub.next(5).version == 1
         with pytest.raises(busync.WaitTimeout):
             sub.next(0.05)
+
+
+def ctrl_c() -> None:
+    """As the terminal sends it: what is to be done about it is for the handler."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_at_every_instruction_of_a_subscriber_loses_nothing() -> None:
+    """Neither the session, nor a lease, nor the version that had not been handed out yet."""
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        module, state = patterns.Module(patterns.SHAPES), patterns.state(1, 1)
+        for moment in itertools.count(1, 5):
+            newest = pub.publish(state).version
+            got: list[blocking.Snapshot] = []
+            reached = strike(moment, lambda got=got: got.append(sub.next(5)), ctrl_c)  # type: ignore[misc]
+            if not got and sub.adopted != newest:  # and not lost on its way back to us
+                got.append(sub.next(5))
+            reached |= strike(moment, lambda got=got: got and got[0].ack(), ctrl_c)  # type: ignore[misc]
+            reached |= strike(moment, lambda got=got: got and got[0].load_into(module), ctrl_c)  # type: ignore[misc]
+            assert sub.adopted == newest
+            del got
+            if not reached:
+                break
+        assert pub.status()["counters"]["attached"] == 1
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert pub.publish(state, wait="none").version == newest + 1
+        sub.next(5).ack()
+        pub.wait(newest + 1, "acked", timeout=5)
+
+
+def test_a_handler_that_raises_in_the_middle_of_a_message_costs_the_session_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was read and not handled comes again in the next session."""
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        pub.publish(patterns.state(1, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(sub._inner._core, "receive_bus", lambda message: interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                sub.next(5)
+        assert sub.next(5).version == 1
+        assert pub.status()["counters"]["attached"] == 2
