@@ -94,10 +94,20 @@ class Attachment:
                 self.loop.call_soon(self._next_turn)
         self._flush_later(session)
 
+    def look(self) -> None:
+        """As ``turn``, and much less work when nothing has arrived."""
+        session = self.session
+        if session is None:
+            return
+        if self._due or self._torn or session.door.pending or self._poll.poll(0):
+            self.turn()
+        else:
+            session.strike_ended()
+
     def say(self) -> None:
         """Say what the core has to say, without waiting for the next turn."""
         session = self.session
-        if session is not None:
+        if session is not None and self._core.speaks:
             torn, self._torn = self._torn, True
             events: list[SubscriberEffect] = []
             session.say(events)

@@ -115,7 +115,8 @@ class Hold:
         with forks.fork_lock:
             mapping = map_private(self.segment.fd, self.segment.nbytes, keep=self)
             self._mapped.add(self.lease)
-            self._word.holds[self.lease] = self  # it is not there any more if the finalizer of a cycle has saved it
+            if self.lease not in self._word.holds:  # the finalizer of a cycle has saved it
+                self._word.holds[self.lease] = self
         builder = TensorBuilder(memoryview(mapping), self.manifest)
         self._memories.append(builder.memory)
         return builder
@@ -179,10 +180,7 @@ class Session(forks.ForkAware):
             SessionEnded: the publisher has gone, or broke the protocol, or a descriptor could not be taken.
         """
         try:
-            while self.ended:
-                lease = self.ended.popleft()
-                self.mapped.discard(lease)
-                self.core.ended(lease)
+            self.strike_ended()
             if self.door.pending:
                 self.door.flush()
             self.say(events)
@@ -193,6 +191,13 @@ class Session(forks.ForkAware):
             raise SessionEnded("the publisher closed the connection") from None
         except ProtocolError as error:
             raise SessionEnded(str(error)) from error
+
+    def strike_ended(self) -> None:
+        """Strike out the leases whose Release was sent."""
+        while self.ended:
+            lease = self.ended.popleft()
+            self.mapped.discard(lease)
+            self.core.ended(lease)
 
     def _receive(self, events: list[fx.SubscriberEffect]) -> None:
         """Handle what has arrived. The bus comes last: nothing lies there afterwards, unless there is ``more``."""

@@ -380,7 +380,7 @@ class Subscriber(forks.ForkAware):
         if not self._opened:
             raise UsageError("this subscriber is not open", "use it inside `async with`")
         self.ensure_here()
-        self._attachment.turn()
+        self._attachment.look()
         if self._final is not None:
             raise self._final
 
@@ -606,7 +606,8 @@ class Subscriber(forks.ForkAware):
         if not self._unsaid:
             core.demand(have)
             self._attachment.say()
-        self._watch_held()
+        if self._waiters:
+            self._watch_held()
 
     # Inside: the session
 

@@ -73,6 +73,11 @@ class SubscriberProtocol:
         effects, self._effects = self._effects, []
         return effects
 
+    @property
+    def speaks(self) -> bool:
+        """Whether there are effects to be taken."""
+        return bool(self._effects)
+
     # The session
 
     def start(self) -> None:
