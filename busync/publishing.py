@@ -13,7 +13,7 @@ import torch
 
 from busync.calls import finish, start_job
 from busync.errors import BusyncError, OptionError, UsageError, WaitTimeout
-from busync.handles import Flat, Job, LoanBuffer, Plan, Segment, Source, flatten, like_plan, plan
+from busync.handles import Flat, Job, LoanBuffer, Plan, Segment, Source, like_plan
 from busync.ids import SessionId, Version
 from busync.manifest import Manifest
 from busync.protocol import effects as fx
@@ -85,7 +85,7 @@ async def publish(
     """See ``Publisher.publish``."""
     expected = server.core.attached(topic)
     async with server.lock(topic):
-        flat, planned = await _plan(server, source, values)
+        flat, planned = await _plan(server, topic, source, values)
         layout = await _layout(server, planned.manifest)
         reserved = await _reserve(server, topic, planned.manifest, State.WRITING)
         if reserved.skipped:
@@ -166,14 +166,12 @@ async def drain(server: Server, grace: float) -> tuple[str, ...]:
 # Steps
 
 
-async def _plan(server: Server, source: Source, values: Mapping[str, Value]) -> tuple[Flat, Plan]:
-    def job() -> tuple[Flat, Plan]:
-        flat = flatten(source, values)
-        return flat, plan(flat)
+async def _plan(server: Server, topic: str, source: Source, values: Mapping[str, Value]) -> tuple[Flat, Plan]:
+    planner = server.planner(topic)
 
     if _is_small(source):
-        return job()
-    return await _run(server, job)
+        return planner.plan(source, values)
+    return await _run(server, lambda: planner.plan(source, values))
 
 
 def _is_small(source: Source) -> bool:

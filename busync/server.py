@@ -27,7 +27,7 @@ from busync import forks
 from busync.calls import Call, Outcome, start_job
 from busync.errors import BusyncError, ClosedError, DecodeError, FdError, ProtocolError
 from busync.fds import fd_budget, raise_fd_limit
-from busync.handles import TensorBuilder, content_digest
+from busync.handles import Planner, TensorBuilder, content_digest
 from busync.ids import SessionId, Version, new_incarnation, new_token
 from busync.manifest import Manifest
 from busync.options import PublisherOptions
@@ -92,6 +92,7 @@ class Server(forks.ForkAware):
         self._peers: dict[SessionId, Peer] = {}
         self._by_token: dict[bytes, Peer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._planners: dict[str, Planner] = {}
         self.quiet_until = 0.0  #: no complaint about waiting before then
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._calls: deque[Call[Any]] = deque()  #: not yet started
@@ -384,6 +385,10 @@ class Server(forks.ForkAware):
         self._timer = None
         self.core.handle_timer(time.monotonic())
         self.carry_out()
+
+    def planner(self, topic: str) -> Planner:
+        """Plans what is published on a topic, under its lock."""
+        return self._planners.setdefault(topic, Planner())
 
     def lock(self, topic: str) -> asyncio.Lock:
         """What keeps the publishes of one topic in order."""

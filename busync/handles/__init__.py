@@ -3,6 +3,7 @@
     source    what a publish is given -> flat names, tensors, plain values
     tensors   which tensors can be published; dtypes and their names
     layout    tensors -> manifest, and the plan to copy them into a segment
+    planner   the same for one source after another, of which most are alike
     copying   the plan's copies as jobs for worker threads
     memory    segments: made, sealed, checked, mapped
     build     manifest and mapped memory -> tensors; loans
@@ -26,6 +27,7 @@ from busync.handles.memory import (
     map_readonly,
     open_segment,
 )
+from busync.handles.planner import Planner
 from busync.handles.source import Flat, Source, flatten
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "Memory",
     "NameMap",
     "Plan",
+    "Planner",
     "PrivateMapping",
     "Segment",
     "Source",

@@ -1,0 +1,147 @@
+"""Planning one source after another: a layout that stays the same is planned once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter, call, is_
+
+import torch
+
+from busync.handles.copying import Move
+from busync.handles.layout import Plan, plan
+from busync.handles.source import Flat, Source, flatten
+from busync.manifest import Manifest
+from busync.wire import Value
+
+#: Weak references are seen by the garbage collector: very many new ones set off a full collection.
+MOST_REMEMBERED = 16_384
+
+# The same object may be another tensor by now: to assign to its ``data`` changes everything but its class. These are
+# looked up by loops in C, which take half as long as one in Python.
+_facts = attrgetter("shape", "dtype", "is_cpu", "requires_grad")
+_stride, _address = torch.Tensor.stride, torch.Tensor.data_ptr
+_is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
+_storage, _storage_nbytes = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
+_offset = torch.Tensor.storage_offset
+
+
+@dataclass(slots=True, eq=False)
+class _Last:
+    """The last source, without a reference to it that would keep it. Its tensors were all copied as they lie."""
+
+    names: list[str]
+    parameters: set[str]
+    tensors: list[weakref.ref[torch.Tensor]]
+    facts: list[object]
+    strides: list[object]
+    spans: list[int]  #: bytes of each tensor
+    itemsizes: list[int]
+    moves_of: list[int]  #: the number of the move that copies it; tied tensors have one together. -1: no element
+    addresses: list[int]
+    manifest: Manifest
+    moves: list[Move]
+
+
+class Planner:
+    """Plans the sources of one topic. When the tensors are those of the last source, only their addresses are read.
+
+    A trainer changes its weights in place, and publishes the same tensors again and again. Belongs to one thread at a
+    time.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Last | None = None
+
+    def plan(self, source: Source, values: Mapping[str, Value]) -> tuple[Flat, Plan]:
+        """As ``flatten`` and ``layout.plan``, which it equals in every respect."""
+        last, self._last = self._last, None
+        flat = _same(last, source, values) if last is not None else None
+        flat = flat or flatten(source, values)
+        planned = _again(last, flat) if last is not None else None
+        if planned is None:
+            planned = plan(flat)
+            last = _remember(flat, planned)
+        self._last = last
+        return flat, planned
+
+
+def _same(last: _Last, source: Source, values: Mapping[str, Value]) -> Flat | None:
+    """A source that is a plain mapping of the last tensors, flattened; None if it is anything else."""
+    if not isinstance(source, dict) or list(source) != last.names:
+        return None
+    tensors = dict(source)  # another thread may change the source
+    if list(tensors) != last.names or not all(map(is_, tensors.values(), map(call, last.tensors))):
+        return None
+    flat = flatten({}, values)
+    flat.tensors, flat.parameters = tensors, last.parameters
+    return flat if flat.values.keys().isdisjoint(tensors) else None
+
+
+def _again(last: _Last, flat: Flat) -> Plan | None:
+    """The last plan for the same tensors, wherever their bytes are now; None if anything else has changed."""
+    if flat.parameters != last.parameters or list(flat.tensors) != last.names:
+        return None
+    tensors = list(flat.tensors.values())
+    if not all(map(is_, tensors, map(call, last.tensors))):
+        return None
+    if list(map(_facts, tensors)) != last.facts or list(map(_stride, tensors)) != last.strides:
+        return None
+    if any(map(_is_conj, tensors)) or any(map(_is_neg, tensors)):
+        return None
+    addresses = list(map(_address, tensors))
+    rooms = map(_storage_nbytes, map(_storage, tensors))
+    for room, offset, itemsize, span in zip(rooms, map(_offset, tensors), last.itemsizes, last.spans, strict=True):
+        if offset * itemsize + span > room and span:
+            return None
+    if addresses == last.addresses:
+        return Plan(last.manifest, last.moves, [], tensors)
+    moves = _moved(last, addresses)
+    if moves is None or _overlap(moves):
+        return None
+    last.moves, last.addresses = moves, addresses
+    return Plan(last.manifest, moves, [], tensors)
+
+
+def _moved(last: _Last, addresses: list[int]) -> list[Move] | None:
+    """The moves from other addresses; None if tensors that were tied are not any more."""
+    sources = [0] * len(last.moves)
+    for move, address in zip(last.moves_of, addresses, strict=True):
+        if move >= 0:
+            if sources[move] not in (0, address):
+                return None
+            sources[move] = address
+    return [(at, address, nbytes) for (at, _, nbytes), address in zip(last.moves, sources, strict=True)]
+
+
+def _remember(flat: Flat, planned: Plan) -> _Last | None:
+    """What ``_again`` needs; None if some tensors overlap, or are not copied as they lie."""
+    manifest, moves = planned.manifest, planned.moves
+    if planned.copies or _overlap(moves) or len(flat.tensors) > MOST_REMEMBERED:
+        return None
+    stored = [index for index, group in enumerate(manifest.groups) if group.nbytes]
+    places = [(manifest.groups[index].offset_bytes, manifest.groups[index].nbytes) for index in stored]
+    if places != [(at, nbytes) for at, _, nbytes in moves]:
+        return None
+    number = {group: move for move, group in enumerate(stored)}
+    moves_of = [number.get(spec.group, -1) for spec in manifest.tensors]
+    tensors = list(flat.tensors.values())
+    spans = [tensor.numel() * tensor.itemsize for tensor in tensors]
+    for spec, move, span in zip(manifest.tensors, moves_of, spans, strict=True):
+        if move >= 0 and (spec.offset or span != moves[move][2]):
+            return None
+    return _Last(
+        list(flat.tensors), flat.parameters, [weakref.ref(tensor) for tensor in tensors],
+        list(map(_facts, tensors)), list(map(_stride, tensors)), spans, [tensor.itemsize for tensor in tensors],
+        moves_of, list(map(_address, tensors)), manifest, moves,
+    )  # fmt: skip
+
+
+def _overlap(moves: list[Move]) -> bool:
+    end = 0
+    for address, nbytes in sorted((address, nbytes) for _, address, nbytes in moves):
+        if address < end:
+            return True
+        end = address + nbytes
+    return False

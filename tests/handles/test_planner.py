@@ -1,0 +1,134 @@
+"""The plan for the same tensors again is the plan that would be made anew, and nothing else is taken for the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from busync.errors import ExportError
+from busync.handles import Planner, TensorBuilder, flatten, plan
+from busync.handles.layout import Plan
+
+Tensors = dict[str, torch.Tensor]
+
+
+def weights() -> Tensors:
+    """A layout with tied and empty tensors, and one whose dimensions are in another order in memory."""
+    tied = torch.randn(5, 3)
+    return {
+        "a": torch.randn(4), "tied": tied, "turned": torch.randn(6, 2).t(), "again": tied, "none": torch.empty(0, 3),
+        "half": torch.randn(7).to(torch.bfloat16), "step": torch.tensor(3),
+    }  # fmt: skip
+
+
+def alike(planned: Plan, tensors: Tensors) -> bool:
+    """Whether a plan is the one that is made anew, and brings every value there."""
+    anew = plan(flatten(tensors))
+    assert planned.manifest == anew.manifest
+    assert planned.moves == anew.moves
+    assert [copy.offset for copy in planned.copies] == [copy.offset for copy in anew.copies]
+    memory = bytearray(planned.manifest.nbytes)
+    for job in planned.jobs(memoryview(memory), 1):
+        job()
+    builder = TensorBuilder(memory, planned.manifest)
+    for spec in planned.manifest.tensors:
+        assert torch.equal(builder.build(spec), tensors[spec.name])
+    return True
+
+
+def test_the_same_tensors_are_planned_once() -> None:
+    planner, tensors = Planner(), weights()
+    first = planner.plan(tensors, {})[1]
+    tensors["a"].fill_(7)
+    again = planner.plan(tensors, {})[1]
+    assert again.manifest is first.manifest
+    assert again.moves is first.moves
+    assert alike(again, tensors)
+
+
+def test_the_same_tensors_somewhere_else_are_read_there() -> None:
+    planner, tensors = Planner(), weights()
+    first = planner.plan(tensors, {})[1]
+    for name in ("a", "turned", "half"):
+        tensors[name].data = tensors[name].clone()
+    again = planner.plan(tensors, {})[1]
+    assert again.manifest is first.manifest
+    assert alike(again, tensors)
+    assert planner.plan(tensors, {})[1].moves is again.moves
+
+
+def _data(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    def assign(tensors: Tensors) -> None:
+        tensors[name].data = change(tensors[name])
+
+    return assign
+
+
+def _put(name: str, make: Callable[[Tensors], torch.Tensor]) -> Callable[[Tensors], None]:
+    def put(tensors: Tensors) -> None:
+        tensors[name] = make(tensors)
+
+    return put
+
+
+def _reorder(tensors: Tensors) -> None:
+    tensors["a"] = tensors.pop("a")
+
+
+def _require(tensors: Tensors) -> None:
+    tensors["a"].requires_grad_()
+
+
+CHANGES: dict[str, Callable[[Tensors], object]] = {
+    "another object": _put("a", lambda tensors: torch.randn(4)),
+    "a parameter": _put("a", lambda tensors: torch.nn.Parameter(torch.randn(4), requires_grad=False)),
+    "more tensors": _put("b", lambda tensors: torch.randn(2)),
+    "fewer tensors": lambda tensors: tensors.pop("half"),
+    "another order": _reorder,
+    "a gradient": _require,
+    "another dtype": _data("a", lambda tensor: tensor.double()),
+    "another size": _data("a", lambda tensor: torch.randn(5)),
+    "another stride": _data("tied", lambda tensor: torch.randn(3, 5).t()),
+    "no longer tied": _data("again", lambda tensor: tensor.clone()),
+    "a slice": _data("a", lambda tensor: torch.randn(8)[::2]),
+    "an overlap": lambda tensors: _data("half", lambda _: tensors["a"].view(torch.bfloat16)[:7])(tensors),
+    "tied by now": lambda tensors: _data("a", lambda _: tensors["tied"].view(-1)[:4])(tensors),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_has_changed_is_planned_anew(change: str) -> None:
+    planner, tensors = Planner(), weights()
+    planner.plan(tensors, {})[1]
+    CHANGES[change](tensors)
+    assert alike(planner.plan(tensors, {})[1], tensors)
+    assert alike(planner.plan(tensors, {})[1], tensors)
+
+
+def test_a_storage_that_was_cut_is_refused() -> None:
+    planner, tensors = Planner(), weights()
+    planner.plan(tensors, {})[1]
+    tensors["a"].untyped_storage().resize_(4)
+    for _ in range(2):
+        with pytest.raises(ExportError, match="its storage has only"):
+            planner.plan(tensors, {})[1]
+
+
+@pytest.mark.parametrize("source", [{"w": torch.randn(8)[::2]}, {"w": torch.randn(4, dtype=torch.cfloat).conj()}])
+def test_what_is_not_copied_as_it_lies_is_planned_each_time(source: Tensors) -> None:
+    planner = Planner()
+    for _ in range(3):
+        assert alike(planner.plan(source, {})[1], source)
+
+
+def test_a_planner_keeps_no_tensor_alive() -> None:
+    planner, tensors = Planner(), weights()
+    planner.plan(tensors, {})[1]
+    gone = weakref.ref(tensors["a"])
+    del tensors
+    gc.collect()
+    assert gone() is None
