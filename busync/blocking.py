@@ -31,7 +31,7 @@ from busync.protocol.waits import WaitFor
 from busync.publisher import WAIT_TIMEOUT, LoanBase, PublisherBase
 from busync.publishing import PublishReport, Wait, drain
 from busync.snapshot import Snapshot as AsyncSnapshot
-from busync.subscriber import POLL_WINDOW, Pause, Request
+from busync.subscriber import LATEST, NEXT, POLL_WINDOW, Pause, Request, request_version
 from busync.wire import Value
 
 if TYPE_CHECKING:
@@ -280,15 +280,15 @@ class Subscriber(forks.ForkAware):
 
     def next(self, timeout: float | None = None) -> Snapshot:
         """As ``busync.Subscriber.next``."""
-        return self._ask(self._inner._request_next(), timeout)
+        return self._ask(NEXT, timeout)
 
     def latest(self, timeout: float | None = None) -> Snapshot:
         """As ``busync.Subscriber.latest``."""
-        return self._ask(self._inner._request_version(1, "a version"), timeout)
+        return self._ask(LATEST, timeout)
 
     def wait_version(self, version: int, timeout: float | None = None) -> Snapshot:
         """As ``busync.Subscriber.wait_version``."""
-        return self._ask(self._inner._request_version(version), timeout)
+        return self._ask(request_version(version), timeout)
 
     def _ask(self, request: Request, timeout: float | None) -> Snapshot:
         """Ask without the loop for as long as there is a session, and with it when there is none."""

@@ -46,19 +46,31 @@ FINAL_REFUSALS = frozenset({"uid", "wire-version", "topics"})
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a call asks for."""
+    """What a call asks for: a version newer than all that were handed out, or one that is ``enough``."""
 
-    have: Callable[[], Version]  #: newer than this, which depends on the session
-    what: str  #: in words
     enough: Version | None = None  #: a version that was handed out before will do if it is at least this
+
+
+NEXT, LATEST = Request(), Request(Version(1))
+
+
+def request_version(version: int) -> Request:
+    """A request for ``version`` or a later one.
+
+    Raises:
+        OptionError: ``version`` is not a whole number of at least 1.
+    """
+    if type(version) is not int or version < 1:
+        raise OptionError("version", version, "a whole number, 1 or more")
+    return Request(Version(version))
 
 
 class _Waiter:
     """A call that waits for a version newer than ``have``: a coroutine, or plain code that gives turns itself."""
 
-    def __init__(self, have: Callable[[], Version], future: asyncio.Future[Snapshot] | None) -> None:
-        self.evaluate = have
-        self.have = have()
+    def __init__(self, evaluate: Callable[[], Version], future: asyncio.Future[Snapshot] | None = None) -> None:
+        self.evaluate = evaluate  #: depends on the session
+        self.have = evaluate()
         self.future = future
         self.snapshot: Snapshot | None = None
         self.error: BusyncError | None = None
@@ -220,21 +232,21 @@ class Subscriber(forks.ForkAware):
             UsageError: the subscriber is not open, or belongs to another event loop.
             ClosedError: the subscriber is closed; ForkedError: it belongs to the parent process.
         """
-        return await self._ask(self._request_next(), timeout)
+        return await self._ask(NEXT, timeout)
 
     async def latest(self, timeout: float | None = None) -> Snapshot:
         """The newest version, which may be one that was handed out before; waits for the first if there is none.
 
         Raises: as ``next``.
         """
-        return await self._ask(self._request_version(1, "a version"), timeout)
+        return await self._ask(LATEST, timeout)
 
     async def wait_version(self, version: int, timeout: float | None = None) -> Snapshot:
         """The newest version once it is at least ``version``.
 
         Raises: as ``next``; OptionError: ``version`` is not a whole number of at least 1.
         """
-        return await self._ask(self._request_version(version), timeout)
+        return await self._ask(request_version(version), timeout)
 
     def poll(self, timeout: float = POLL_WINDOW) -> Snapshot | None:
         """A version newer than every version handed out so far, or None; at once if the board shows none.
@@ -390,7 +402,7 @@ class Subscriber(forks.ForkAware):
         if ready is not None:
             return self._hand_over(ready)
         future: asyncio.Future[Snapshot] = self._attachment.loop.create_future()
-        waiter = _Waiter(request.have, future)
+        waiter = self._waiter_for(request, future)
         self._add(waiter)
         try:
             patience = self._patience(timeout, waiter)
@@ -415,7 +427,7 @@ class Subscriber(forks.ForkAware):
             return self._hand_over(ready)
         if not self._core.attached:
             return None
-        waiter = _Waiter(request.have, None)
+        waiter = self._waiter_for(request)
         self._wait_here(waiter, self._patience(timeout, waiter), pause)
         if waiter.snapshot is not None:
             return self._hand_over(waiter.snapshot)
@@ -438,7 +450,7 @@ class Subscriber(forks.ForkAware):
         if ahead is not None and (ahead.version == session.newest or len(self._core.leases) >= self._core.max_held):
             return self._hand_over(ahead)
         have = max(self.adopted, ahead.version if ahead is not None else Version(0))
-        waiter = _Waiter(lambda: have, None)
+        waiter = _Waiter(lambda: have)
         self._wait_here(waiter, timeout, pause)
         if waiter.snapshot is None and self._session is not session:
             return None  # what was asked for ahead went with its session
@@ -465,22 +477,12 @@ class Subscriber(forks.ForkAware):
     def _pause(self, seconds: float | None) -> None:
         self._attachment.pause(seconds)
 
-    def _request_next(self) -> Request:
-        """What ``next`` asks for."""
-        return Request(lambda: self.adopted, f"a version newer than {self.adopted}")
-
-    def _request_version(self, version: int, what: str = "") -> Request:
-        """What ``wait_version`` and ``latest`` ask for.
-
-        Raises:
-            OptionError: ``version`` is not a whole number of at least 1.
-        """
-        if type(version) is not int or version < 1:
-            raise OptionError("version", version, "a whole number, 1 or more")
-        below = Version(version - 1)
-        return Request(
-            lambda: max(below, self._newest_held(below_board=True)), what or f"version {version}", Version(version)
-        )
+    def _waiter_for(self, request: Request, future: asyncio.Future[Snapshot] | None = None) -> _Waiter:
+        """What waits for a request."""
+        enough = request.enough
+        if enough is None:
+            return _Waiter(lambda: self.adopted, future)
+        return _Waiter(lambda: max(Version(enough - 1), self._newest_held(below_board=True)), future)
 
     def _look(self, request: Request, timeout: float | None) -> Snapshot | None:
         """What is at hand for a request, after what has arrived was taken in."""
@@ -509,8 +511,10 @@ class Subscriber(forks.ForkAware):
 
     def _timed_out(self, request: Request, timeout: float | None) -> WaitTimeout:
         missing = [str(self._attachment.lost_reason)] if self._opened and not self._core.attached else []
-        what = f"{request.what} of topic {self.topic!r} from {self.endpoint.directory}"
-        return WaitTimeout(what, timeout or 0.0, missing)
+        what = f"a version newer than {self.adopted}" if request.enough is None else f"version {request.enough}"
+        if request is LATEST:
+            what = "a version"
+        return WaitTimeout(f"{what} of topic {self.topic!r} from {self.endpoint.directory}", timeout or 0.0, missing)
 
     def _hand_over(self, snapshot: Snapshot) -> Snapshot:
         if self._session is not None and snapshot.incarnation == self._session.incarnation:

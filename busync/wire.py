@@ -232,7 +232,11 @@ def _decoder(channel: str, union: Any, max_bytes: int, max_items: int) -> Callab
             message = msgspec.convert(tree, kind)
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
             raise DecodeError(channel, str(error)[:200] or type(error).__name__) from None
-        if isinstance(message, Announce) and not all(type(v) in VALUE_TYPES for v in message.values.values()):
+        if (
+            isinstance(message, Announce)
+            and message.values
+            and not all(type(v) in VALUE_TYPES for v in message.values.values())
+        ):
             raise DecodeError(channel, "a value is not plain")
         return message
 

@@ -78,6 +78,12 @@ TABLE: tuple[Row, ...] = (
     Row(State.RETIRED, Event.TIME_OUT, (), State.ABANDONED, "a publish has waited for lease_timeout"),
 )
 
+_ROWS: dict[tuple[State, Event], tuple[Row, ...]] = {
+    (state, event): tuple(row for row in TABLE if (row.state, row.event) == (state, event))
+    for state in State
+    for event in Event
+}
+
 NO_VERSION = Version(0)
 POOLED = frozenset({State.LOANED, State.WRITING, State.PUBLISHED, State.RETIRED})
 
@@ -182,8 +188,8 @@ class Ledger:
 
     def step(self, entry: Entry, event: Event) -> bool:
         """Take the transition that TABLE has for ``event``, if any; says whether one was taken."""
-        for row in TABLE:
-            if row.state is entry.state and row.event is event and all(_guard(name, entry) for name in row.guards):
+        for row in _ROWS[entry.state, event]:
+            if all(_guard(name, entry) for name in row.guards):
                 entry.state = row.to
                 self._entered(entry)
                 return True
@@ -216,7 +222,10 @@ class Ledger:
 
     def newest(self) -> Entry | None:
         """The published entry."""
-        return next((e for e in reversed(self.entries) if e.state is State.PUBLISHED), None)
+        for entry in reversed(self.entries):
+            if entry.state is State.PUBLISHED:
+                return entry
+        return None
 
     def find(self, version: Version) -> Entry | None:
         """The entry of a version that is still in the books."""

@@ -52,7 +52,7 @@ class PublisherProtocol:
         self.incarnation = incarnation
         self.topics: dict[str, Topic] = {}
         self.sessions: dict[SessionId, Session] = {}
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(abandoned=0)
         self._greeting: dict[SessionId, float] = {}  #: sessions that are not attached yet, and when they end if not
         self._leases: dict[LeaseId, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
@@ -70,11 +70,15 @@ class PublisherProtocol:
 
     def deadline(self) -> float | None:
         """When ``handle_timer`` wants to be called, at the latest."""
-        times = self._waits.deadlines()
-        times += self._greeting.values()
-        # A reservation that has timed out and still waits can only be helped by an event, not by the clock.
-        times += [t.queue[0].deadline_at for t in self.topics.values() if t.queue and t.ledger.relieve_possible()]
-        return min(times, default=None)
+        soonest = self._waits.deadline()
+        for deadline_at in self._greeting.values():
+            soonest = deadline_at if soonest is None else min(soonest, deadline_at)
+        for topic in self.topics.values():
+            # A reservation that has timed out and still waits can only be helped by an event, not by the clock.
+            if topic.queue and topic.ledger.relieve_possible():
+                deadline_at = topic.queue[0].deadline_at
+                soonest = deadline_at if soonest is None else min(soonest, deadline_at)
+        return soonest
 
     def handle_timer(self, now: float) -> None:
         """Let time pass."""
@@ -445,8 +449,8 @@ class PublisherProtocol:
             elif not ledger.relieve(timed_out=now >= reservation.deadline_at):
                 reservation.blocked_by = reservation.blocked_by or self._holders(topic)
                 break
-        self.counters["abandoned"] = sum(t.ledger.abandoned for t in self.topics.values())
         if ledger.dropped:
+            self.counters["abandoned"] = sum(t.ledger.abandoned for t in self.topics.values())
             self._effects += [fx.DropSegment(segment) for segment in ledger.dropped]
             ledger.dropped.clear()
             for session in topic.sessions.values():

@@ -194,10 +194,11 @@ class SubscriberProtocol:
             raise ViolationError(PEER, f"version {announce.version} after version {self.adopted}")
         if LeaseId(announce.lease) in self.leases:
             raise ViolationError(PEER, f"lease {announce.lease} for a second version")
-        try:
-            check_label("label", announce.label, empty=True)
-        except OptionError as error:
-            raise ViolationError(PEER, str(error)) from None
+        if announce.label:
+            try:
+                check_label("label", announce.label)
+            except OptionError as error:
+                raise ViolationError(PEER, str(error)) from None
         self._announce = announce
         self.leases[LeaseId(announce.lease)] = Version(announce.version)
         self._complete()

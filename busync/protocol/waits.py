@@ -82,9 +82,9 @@ class Waits:
         """Nobody waits any more."""
         self._waits.pop(wait_id, None)
 
-    def deadlines(self) -> list[float]:
-        """When each wait ends at the latest."""
-        return [wait.deadline_at for wait in self._waits.values()]
+    def deadline(self) -> float | None:
+        """When the first of them ends at the latest."""
+        return min([wait.deadline_at for wait in self._waits.values()], default=None) if self._waits else None
 
     def expire(self, now: float) -> None:
         """End the waits whose time is up."""
@@ -93,8 +93,9 @@ class Waits:
 
     def progress(self, session: Session) -> None:
         """A session has acknowledged, or let go of, a version."""
-        for wait in self._of(session.topic):
-            self._look(wait, (session,))
+        if self._waits:
+            for wait in self._of(session.topic):
+                self._look(wait, (session,))
 
     def fail(self, session: Session, version: int, reason: str) -> None:
         """A session cannot use ``version``."""
