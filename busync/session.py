@@ -20,7 +20,16 @@ from msgspec import Struct
 from busync import forks
 from busync.errors import BusyncError, ProtocolError, ViolationError
 from busync.fds import OwnedFd
-from busync.handles import Memory, TensorBuilder, check_segment, live_names, map_private, map_readonly
+from busync.handles import (
+    COPY_BYTES,
+    Memory,
+    TensorBuilder,
+    check_segment,
+    copy_private,
+    live_names,
+    map_private,
+    map_readonly,
+)
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
 from busync.manifest import Manifest
 from busync.protocol import effects as fx
@@ -104,14 +113,21 @@ class Hold:
         packet = encode(Release(lease=lease))
         self._word = _Word(session.door, packet, os.getpid(), session.ended, lease, session.holds)
 
-    def map_private(self) -> TensorBuilder:
-        """A builder of tensors over a private copy-on-write mapping, which keeps this hold alive.
+    def own_memory(self) -> TensorBuilder:
+        """A builder of tensors over memory of this process, which keeps this hold alive.
+
+        A copy-on-write mapping of the segment; a copy if there is little.
 
         Raises:
             AllocationError: it cannot be mapped.
         """
         if self.segment is None:
             return TensorBuilder(memoryview(b""), self.manifest)
+        nbytes = self.manifest.nbytes
+        if nbytes <= COPY_BYTES:
+            builder = TensorBuilder(copy_private(self.segment.readonly(), nbytes, keep=self), self.manifest)
+            self._memories.append(builder.memory)
+            return builder
         with forks.fork_lock:
             mapping = map_private(self.segment.fd, self.segment.nbytes, keep=self)
             self._mapped.add(self.lease)

@@ -79,8 +79,9 @@ class Snapshot:
         """The version's tensors by name, each made when it is first asked for.
 
         Plain tensors without gradient, over memory that is shared with the publisher copy-on-write: an edit in place
-        stays in this process. They keep strides, and tied names share one storage. The version stays leased for as long
-        as this mapping or any tensor, view or module parameter made from it lives.
+        stays in this process. (A version of up to 64 KiB is copied: that takes less than a mapping.) They keep strides,
+        and tied names share one storage. The version stays leased for as long as this mapping or any tensor, view or
+        module parameter made from it lives.
 
         Raises:
             UsageError: the snapshot was released or spent by ``load_into``.
@@ -89,7 +90,7 @@ class Snapshot:
         hold = self._held()
         if self._tensors is None:
             try:
-                self._tensors = Tensors(hold.map_private(), hold)
+                self._tensors = Tensors(hold.own_memory(), hold)
             except (AttachError, AllocationError) as error:
                 self._owner.fail(hold, "attach", str(error))
                 raise

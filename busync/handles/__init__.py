@@ -19,9 +19,12 @@ from busync.handles.digest import content_digest
 from busync.handles.layout import Plan, like_plan, plan
 from busync.handles.load import LoadPlan, NameMap, plan_load
 from busync.handles.memory import (
+    COPY_BYTES,
+    PrivateCopy,
     PrivateMapping,
     Segment,
     check_segment,
+    copy_private,
     create_segment,
     map_private,
     map_readonly,
@@ -31,6 +34,7 @@ from busync.handles.planner import Planner
 from busync.handles.source import Flat, Source, flatten
 
 __all__ = [
+    "COPY_BYTES",
     "Flat",
     "Job",
     "LoadPlan",
@@ -39,6 +43,7 @@ __all__ = [
     "NameMap",
     "Plan",
     "Planner",
+    "PrivateCopy",
     "PrivateMapping",
     "Segment",
     "Source",
@@ -46,6 +51,7 @@ __all__ = [
     "Tensors",
     "check_segment",
     "content_digest",
+    "copy_private",
     "create_segment",
     "flatten",
     "like_plan",
