@@ -189,7 +189,10 @@ class Ledger:
     def step(self, entry: Entry, event: Event) -> bool:
         """Take the transition that TABLE has for ``event``, if any; says whether one was taken."""
         for row in _ROWS[entry.state, event]:
-            if all(_guard(name, entry) for name in row.guards):
+            for name in row.guards:
+                if not _guard(name, entry):
+                    break
+            else:
                 entry.state = row.to
                 self._entered(entry)
                 return True
