@@ -52,7 +52,7 @@ class Import:
         immortal(self._flat)
 
 
-class _Use(Struct, gc=False, eq=False, weakref=True):
+class _Use(Struct, gc=False, eq=False):
     """One version's use of an import. Dies with the last tensor, perhaps inside the garbage collector.
 
     The collector does not see it: a version that hangs on a cycle ends when the cycle is taken apart, after its
@@ -69,12 +69,15 @@ class _Use(Struct, gc=False, eq=False, weakref=True):
             self.queue.put((self.opened, self.on_release))
 
 
-class _Span(Struct, gc=False, eq=False, weakref=True):
-    """Bytes of one alias group, for torch to make tensors of."""
+class _Span:
+    """Bytes of one alias group, for torch to make tensors of. Lives as long as their storage."""
 
-    use: _Use
-    offset: int
-    nbytes: int
+    __slots__ = ("__weakref__", "nbytes", "offset", "use")
+
+    def __init__(self, use: _Use, offset: int, nbytes: int) -> None:
+        self.use = use
+        self.offset = offset
+        self.nbytes = nbytes
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

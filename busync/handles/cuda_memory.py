@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -128,13 +129,17 @@ class CudaSegment:
         Raises:
             DeviceError: torch exports it in a way that is not known here.
         """
-        assert self._flat is not None, "exported after it was dropped"
         self._exporter.ensure_here()
-        reduced = self._backend.reduce(self._flat, self._stream)
-        self.exports += 1
-        handle = name_fields(reduced, self.device, buffer_bytes(self.nbytes), self._canary)
+        handle = self.reduce()
         self._exporter.made(handle, reader, self)
         return handle
+
+    def reduce(self) -> CudaHandle:
+        """Export it without remembering for whom."""
+        assert self._flat is not None, "exported after it was dropped"
+        reduced = self._backend.reduce(self._flat, self._stream)
+        self.exports += 1
+        return name_fields(reduced, self.device, buffer_bytes(self.nbytes), self._canary)
 
     def write(self, copies: Iterable[Copy], after: Sequence[CudaEvent]) -> CudaEvent:
         """Queue copies into the segment, on a stream of its own, once the events ``after`` have happened.
@@ -171,7 +176,8 @@ class CudaExporter(ForkAware):
         self.backend: CudaBackend = backend if backend is not None else TorchCuda()
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._proven: set[str] = set()  #: UUIDs of devices whose memory could be exported
+        #: by UUID: whether memory of the device can be exported, or with what a DeviceError says that it cannot
+        self._proven: dict[str, tuple[Any, ...] | None] = {}
         self._streams: dict[str, CudaStream] = {}
         self._exports: list[Export] = []
         self._segments: weakref.WeakSet[CudaSegment] = weakref.WeakSet()
@@ -205,8 +211,15 @@ class CudaExporter(ForkAware):
         index = self.index(device)
         with self._lock:
             if device not in self._proven:
-                self._probe(device, index)
-                self._proven.add(device)
+                try:
+                    self._probe(device, index)
+                except DeviceError as error:
+                    self._proven[device] = error.args  # not the error: its traceback refers to memory
+                    raise
+                self._proven[device] = None
+            refusal = self._proven[device]
+            if refusal is not None:
+                raise DeviceError(*refusal)
         with fork_lock:
             return self._make(device, index, nbytes)
 
@@ -294,22 +307,25 @@ class CudaExporter(ForkAware):
             raise
         except RuntimeError as error:
             raise self._refusal(device, f"the probe could not be allocated ({_first_line(error)})") from error
-        if self.backend.allocations(index) <= before:  # it only grows, whatever other threads do meanwhile
-            raise self._refusal(device, "torch's caching allocator is not in use")
         try:
-            reduced = self.backend.reduce(segment._flat, segment._stream)  # type: ignore[arg-type]  # just made
+            if self.backend.allocations(index) <= before:  # it only grows, whatever other threads do meanwhile
+                raise self._refusal(device, "torch's caching allocator is not in use")
+            counts = self._count_probe(segment)
         except RuntimeError as error:
             raise self._refusal(device, f"the probe could not be exported ({_first_line(error)})") from error
-        handle = name_fields(reduced, device, buffer_bytes(_PROBE_BYTES), segment._canary)
-        counts = [self.backend.count(handle.counter, handle.slot)]
-        self.backend.release(handle.counter, handle.slot)
-        counts.append(self.backend.count(handle.counter, handle.slot))
-        del reduced
-        segment.drop()
-        self.backend.collect()
+        finally:
+            segment.drop()
+            self.backend.collect()
         if counts != [1, 0]:
             reason = f"torch counts the openings of an export as {counts}, not [1, 0]"
             raise DeviceError(device, reason, "publish CPU tensors, or use a torch that busync knows")
+
+    def _count_probe(self, segment: CudaSegment) -> list[int | None]:
+        """What torch counts for an export, before and after it is counted down."""
+        handle = segment.reduce()
+        counts = [self.backend.count(handle.counter, handle.slot)]
+        self.backend.release(handle.counter, handle.slot)
+        return [*counts, self.backend.count(handle.counter, handle.slot)]
 
     def _refusal(self, device: str, reason: str) -> DeviceError:
         settings = " ".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
