@@ -29,7 +29,7 @@ from busync.forks import ForkAware, ensure_same_process, fork_lock, immortal, re
 from busync.handles.build import TensorBuilder
 from busync.handles.cuda import CANARY_BYTES, CudaHandle, canary_offset, torch_arguments
 from busync.handles.cuda_backend import CudaBackend
-from busync.handles.cuda_memory import CudaExporter, find_device
+from busync.handles.cuda_memory import CudaExporter, CudaSegment, find_device
 from busync.handles.tensors import TORCH_DTYPES
 from busync.manifest import Manifest, TensorSpec
 
@@ -208,11 +208,13 @@ class CudaImporter(ForkAware):
             own = self._exporter.exported_here(handle)
             if known is not None or own is not None:  # torch counts openings, and this is none
                 self.give_back(handle)
-                if known is not None:
-                    return known
+            if known is not None:
+                if known.nbytes != nbytes:
+                    raise AttachError(segment, f"it is open here with {known.nbytes} bytes, not {nbytes}")
+                return known
             try:
                 with fork_lock:
-                    opened = self._open(segment, handle, nbytes) if own is None else Import(own.flat, own.index, nbytes)
+                    opened = self._open(segment, handle, nbytes) if own is None else self._share(segment, own)
                     self._imports[key] = opened
             except BaseException:
                 self.give_back(handle)
@@ -239,6 +241,12 @@ class CudaImporter(ForkAware):
             del flat
             raise AttachError(segment, f"cuda:{index} does not show what the publisher wrote", _OPEN_REMEDY)
         return Import(flat, index, nbytes)
+
+    def _share(self, segment: int, own: CudaSegment) -> Import:
+        """The memory of this very process, without opening anything."""
+        if own.dropped:
+            raise AttachError(segment, "this process, which published it, has dropped it")
+        return Import(own.flat, own.index, own.nbytes)
 
     def give_back(self, handle: CudaHandle) -> None:
         """Count an export down that was not opened, and will not be."""

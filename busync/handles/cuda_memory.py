@@ -48,6 +48,8 @@ logger = logging.getLogger("busync")
 #: the buffer goes: of a thousand events on, torch has to wait for streams, and a file has ten thousand slots.
 WORN_EXPORTS = 200
 
+UNKNOWN = -1
+
 _PROBE_BYTES = 4096
 
 
@@ -56,31 +58,45 @@ class Reader:
     """A process that reads, told apart from a later one with the same number."""
 
     pid: int
-    started: int  #: clock ticks after boot; 0: it had already ended
+    started: int  #: clock ticks after boot; UNKNOWN: it cannot be looked at
     name: str = ""  #: for people
 
     @classmethod
     def of(cls, pid: int, name: str = "") -> Reader:
         """The process that has this number now."""
         state = _state(pid)
-        return cls(pid, state[1] if state else 0, name)
+        return cls(pid, UNKNOWN if state is None else state[1], name)
 
     @property
     def gone(self) -> bool:
-        """Whether the process has ended, and with it everything that it had open."""
+        """Whether the process has certainly ended, and with it everything that it had open.
+
+        A process of another PID namespace (its number reads 0 here), or one that may not be looked at, is not gone
+        while there may be one: to count down for the living would give memory away under them.
+        """
+        if self.pid <= 0:
+            return False
         state = _state(self.pid)
-        return state is None or state[1] != self.started or state[0]
+        if state is None or self.started == UNKNOWN:
+            try:
+                os.kill(self.pid, 0)  # no signal: asks whether there is one
+            except ProcessLookupError:
+                return True
+            except PermissionError:
+                pass
+            return False
+        return state[0] or state[1] != self.started
 
     def __str__(self) -> str:
         return f"{self.name or 'a reader'} (pid {self.pid})"
 
 
 def _state(pid: int) -> tuple[bool, int] | None:
-    """Whether a process is but waited for, and when it started; None if there is none."""
+    """Whether a process is but waited for, and when it started; None if that cannot be seen."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return None
     threads = int(fields[17])  # a leader may end before its other threads
     return fields[0] in (b"Z", b"X") and threads <= 1, int(fields[19])
@@ -117,6 +133,11 @@ class CudaSegment:
         """The bytes that tensors may use. Whoever keeps this tensor keeps the memory."""
         assert self._flat is not None, "used after it was dropped"
         return self._flat[: self.nbytes]
+
+    @property
+    def dropped(self) -> bool:
+        """Whether ``drop`` was called."""
+        return self._flat is None
 
     @property
     def worn(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 
 from busync import forks
 from busync.errors import AllocationError, AttachError, ClosedError, DeviceError, ForkedError
-from busync.handles.cuda import CudaHandle
-from busync.handles.cuda_import import CudaImporter
+from busync.handles import cuda_memory
+from busync.handles.cuda import CudaHandle, buffer_bytes
+from busync.handles.cuda_import import CudaImporter, ReceivedSegment
 from busync.handles.cuda_memory import WORN_EXPORTS, CudaExporter, Reader, device_copies
 from tests.cuda import worlds
 from tests.cuda.fake import FakeGpu, FakeProcess, FakeStream
@@ -568,6 +570,48 @@ def test_a_reader_is_gone_when_its_process_is() -> None:
     assert child.gone
     assert Reader.of(pid).gone
     assert Reader(os.getpid(), here.started + 1).gone  # another process with this number
+
+
+def test_a_reader_that_cannot_be_seen_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Reader.of(0).gone  # what another PID namespace's processes read as
+    monkeypatch.setattr(cuda_memory, "_state", lambda pid: None)  # /proc with hidepid
+    hidden = Reader.of(os.getpid())
+    assert not hidden.gone
+    assert not Reader.of(1).gone
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    child = Reader.of(pid)
+    os.waitpid(pid, 0)
+    assert child.gone
+    monkeypatch.undo()
+    assert not hidden.gone
+
+
+def test_memory_that_is_open_is_not_taken_for_another_size() -> None:
+    _, publisher, (side,) = world()
+    segment = publisher.segment()
+    first, handle = side.receive(1, segment.export(side.reader)), segment.export(side.reader)
+    first.open()
+    other = buffer_bytes(NBYTES + 4096)
+    second = ReceivedSegment(side.importer, 2, replace(handle, nbytes=other), NBYTES + 4096)
+    with pytest.raises(AttachError, match="open here with 4096 bytes"):
+        second.open()
+    assert sorted(publisher.process.gpu.counters.values()) == [0, 1]
+    side.close()
+
+
+def test_a_subscriber_at_home_is_told_when_the_segment_is_gone() -> None:
+    process = FakeGpu().process()
+    publisher, side = PublisherSide(process), ReaderSide(process)
+    side.importer = CudaImporter(publisher.exporter)
+    segment = publisher.segment()
+    received = side.receive(1, segment.export(FakeReader(process.number, 1, "me", process)))
+    segment.drop()
+    with pytest.raises(AttachError, match="has dropped it"):
+        received.open()
+    publisher.exporter.reap()
+    assert process.allocated == 0
 
 
 def test_a_forked_child_frees_and_counts_nothing(tmp_path: Path) -> None:
