@@ -40,7 +40,6 @@ from busync.handles.cuda import (
     name_fields,
 )
 from busync.handles.cuda_backend import CudaBackend, CudaEvent, CudaStream, TorchCuda
-from busync.manifest import Manifest, extent
 
 logger = logging.getLogger("busync")
 
@@ -375,19 +374,6 @@ def find_device(backend: CudaBackend, device: str) -> int:
             device, f"this process does not see it; it sees {there}", "let CUDA_VISIBLE_DEVICES name it here too"
         )
     return seen[device]
-
-
-def device_copies(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> list[Copy]:
-    """The copies that bring tensors into a segment with the layout that ``like_plan`` has made of them."""
-    copies = []
-    for spec in manifest.tensors:
-        if 0 in spec.size:
-            continue
-        source = tensors[spec.name].detach()
-        assert extent(spec.size, spec.stride)[2], "a layout that was not made for writing"
-        at = manifest.groups[spec.group].offset_bytes + spec.offset * source.itemsize
-        copies.append(Copy(at, source, spec.stride))
-    return copies
 
 
 def _first_line(error: BaseException) -> str:

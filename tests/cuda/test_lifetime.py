@@ -15,10 +15,21 @@ from busync.errors import AllocationError, AttachError, ClosedError, DeviceError
 from busync.handles import cuda_memory
 from busync.handles.cuda import CudaHandle, buffer_bytes
 from busync.handles.cuda_import import CudaImporter, ReceivedSegment
-from busync.handles.cuda_memory import WORN_EXPORTS, CudaExporter, Reader, device_copies
+from busync.handles.cuda_memory import WORN_EXPORTS, CudaExporter, Reader
 from tests.cuda import worlds
 from tests.cuda.fake import FakeGpu, FakeProcess, FakeStream
-from tests.cuda.worlds import MANIFEST, NBYTES, FakeReader, PublisherSide, ReaderSide, broadcast, settle, shows, state
+from tests.cuda.worlds import (
+    MANIFEST,
+    NBYTES,
+    FakeReader,
+    PublisherSide,
+    ReaderSide,
+    broadcast,
+    plan,
+    settle,
+    shows,
+    state,
+)
 
 
 def world(readers: int = 1) -> tuple[FakeGpu, PublisherSide, list[ReaderSide]]:
@@ -75,10 +86,9 @@ def test_tensors_are_as_they_were_published() -> None:
         "half": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
         "none": torch.zeros(0, 4),
     }
-    from busync.handles import like_plan
-
-    manifest = like_plan(source)
-    segment.write(device_copies(manifest, source), []).synchronize()
+    planned = plan(source)
+    manifest = planned.manifest
+    segment.write(planned.copies, []).synchronize()
     side.receive(1, segment.export(side.reader))
     builder = side.map(1, 1, manifest)
     for spec in manifest.tensors:
@@ -499,7 +509,7 @@ def test_copies_wait_for_what_the_caller_queued() -> None:
     training = publisher.process.current
     for tensor in weights.values():
         training.copy(tensor, torch.full_like(tensor, 2))  # queued on the caller's stream, and not done yet
-    moment = segment.write(device_copies(MANIFEST, weights), [publisher.process.mark(0)])
+    moment = segment.write(plan(weights).copies, [publisher.process.mark(0)])
     moment.synchronize()
     side.receive(1, segment.export(side.reader))
     assert shows(side.tensors(1, 1), 2)
@@ -511,7 +521,7 @@ def test_without_waiting_the_old_values_would_travel() -> None:
     _, publisher, _ = world()
     segment, weights = publisher.segment(), state(1)
     publisher.process.current.copy(weights["w"], torch.full((8, 4), 2.0))
-    segment.write(device_copies(MANIFEST, weights), []).synchronize()
+    segment.write(plan(weights).copies, []).synchronize()
     assert segment.flat[:4].view(torch.float32).item() == 1
 
 
@@ -519,7 +529,7 @@ def test_nothing_is_written_before_somebody_waits() -> None:
     _, publisher, _ = world()
     segment = publisher.segment()
     publisher.write(segment, 1)
-    moment = segment.write(device_copies(MANIFEST, state(2)), [])
+    moment = segment.write(plan(state(2)).copies, [])
     assert segment.flat[:4].view(torch.float32).item() == 1
     moment.synchronize()
     assert segment.flat[:4].view(torch.float32).item() == 2
@@ -529,7 +539,7 @@ def test_a_copy_never_leaves_its_segment() -> None:
     _, publisher, _ = world()
     segment = publisher.segment(64)
     with pytest.raises(AssertionError, match="out of the segment"):
-        segment.write(device_copies(MANIFEST, state(1)), [])
+        segment.write(plan(state(1)).copies, [])
 
 
 def test_a_segment_wears_out_before_torch_runs_out_of_events() -> None:

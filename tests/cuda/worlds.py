@@ -10,20 +10,25 @@ from dataclasses import dataclass
 import torch
 
 from busync.errors import BusyncError
-from busync.handles import like_plan
+from busync.handles import Flat
 from busync.handles.cuda import CudaHandle, decode_handle, encode_handle
 from busync.handles.cuda_import import CudaImporter, CudaTensorBuilder, Import, ReceivedSegment, _Use
-from busync.handles.cuda_memory import CudaExporter, CudaSegment, Reader, device_copies
+from busync.handles.cuda_layout import CudaPlan, plan_cuda
+from busync.handles.cuda_memory import CudaExporter, CudaSegment, Reader
 from busync.manifest import Manifest
 from tests.cuda.fake import FakeGpu, FakeProcess
 
 LIKE = {"w": torch.zeros(8, 4), "b": torch.zeros(5, dtype=torch.float16), "none": torch.zeros(0, 3)}
-MANIFEST = like_plan(LIKE)
+MANIFEST = plan_cuda(Flat(LIKE)).manifest
 NBYTES = 4096
 
 
 def state(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(tensor, version) for name, tensor in LIKE.items()}
+
+
+def plan(tensors: dict[str, torch.Tensor]) -> CudaPlan:
+    return plan_cuda(Flat(tensors))
 
 
 def shows(tensors: dict[str, torch.Tensor], version: int) -> bool:
@@ -85,7 +90,7 @@ class PublisherSide:
         return self.exporter.create(self.device, nbytes)
 
     def write(self, segment: CudaSegment, version: int) -> None:
-        moment = segment.write(device_copies(MANIFEST, state(version)), [self.process.mark(0)])
+        moment = segment.write(plan(state(version)).copies, [self.process.mark(0)])
         moment.synchronize()
 
 

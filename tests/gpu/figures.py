@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from busync.handles import like_plan
+from busync.handles import Flat
 from busync.handles.cuda import decode_handle, encode_handle
 from busync.handles.cuda_backend import TorchCuda
 from busync.handles.cuda_import import CudaImporter, ReceivedSegment
-from busync.handles.cuda_memory import CudaExporter, Reader, device_copies
+from busync.handles.cuda_layout import plan_cuda
+from busync.handles.cuda_memory import CudaExporter, Reader
 
 NBYTES = 1 << 30
 TENSORS = 300
@@ -40,14 +41,14 @@ def measure(nbytes: int = 0) -> dict[str, float]:
     nbytes = nbytes or min(NBYTES, free // 8)
     count = nbytes // TENSORS // 2
     weights = {f"w{i}": torch.empty(count, dtype=torch.bfloat16, device="cuda") for i in range(TENSORS)}
-    manifest = like_plan(weights)
+    manifest = plan_cuda(Flat(weights)).manifest
     segment = exporter.create(exporter.device(0), manifest.nbytes)
     times = []
     for _ in range(5):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         after = [exporter.backend.mark(0)]
-        segment.write(device_copies(manifest, weights), after).synchronize()
+        segment.write(plan_cuda(Flat(weights)).copies, after).synchronize()
         times.append(time.perf_counter() - begun)
     flat, other = segment.flat, torch.empty(manifest.nbytes, dtype=torch.uint8, device="cuda")
     limits = []
