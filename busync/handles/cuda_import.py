@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from msgspec import Struct
@@ -37,19 +37,16 @@ logger = logging.getLogger("busync")
 
 
 class Import:
-    """One opened segment, or one of this process's own. Closed with the last reference to it."""
+    """One opened segment, or one of this process's own. Closed with the last reference to it, and to ``flat``."""
 
-    __slots__ = ("__weakref__", "_flat", "address", "index", "nbytes")
+    __slots__ = ("__weakref__", "address", "flat", "foreign", "index", "nbytes")
 
-    def __init__(self, flat: torch.Tensor, index: int, nbytes: int) -> None:
-        self._flat = flat
+    def __init__(self, flat: torch.Tensor, index: int, nbytes: int, *, foreign: bool = False) -> None:
+        self.flat = flat
         self.index = index
         self.nbytes = nbytes
+        self.foreign = foreign  #: opened on another device than it lies on: good for copies only
         self.address = flat.data_ptr()
-
-    def make_immortal(self) -> None:
-        """Never close it: this is a child, and it is the parent's."""
-        immortal(self._flat)
 
 
 class _Use(Struct, gc=False, eq=False):
@@ -87,41 +84,64 @@ class _Span:
         }  # fmt: skip
 
 
-class CudaTensorBuilder(TensorBuilder):
-    """Builds the tensors of one version on a GPU. The version ends here with the last of them, after drop()."""
+class _CudaBuilder(TensorBuilder):
+    """Builds tensors over an import. Until drop() it keeps ``_opened``."""
 
-    def __init__(self, backend: CudaBackend, use: _Use, manifest: Manifest) -> None:  # there is no buffer of bytes
-        assert use.opened.nbytes >= manifest.nbytes
+    def __init__(self, backend: CudaBackend, opened: Import, manifest: Manifest) -> None:  # there is no buffer of bytes
+        assert opened.nbytes >= manifest.nbytes
         self.manifest = manifest
         self.memory = {}
         self._buffer = None
         self._flat = {}
         self._backend = backend
-        self._use: _Use | None = use
+        self._opened: Import | None = opened
 
     def _build(self, spec: TensorSpec) -> torch.Tensor:
-        dtype, use = TORCH_DTYPES.get(spec.dtype), self._use
+        dtype, opened = TORCH_DTYPES.get(spec.dtype), self._opened
         if dtype is None:
             raise HandleError(f"{spec.name!r} is {spec.dtype}, which torch {torch.__version__} does not know")
-        if use is None:
+        if opened is None:
             raise ClosedError("tensor builder")
         if 0 in spec.size:
-            return self._backend.allocate(use.opened.index, 0).view(dtype).as_strided(spec.size, spec.stride)
-        flat = self._flat.get(spec.group)
-        if flat is None:
-            group = self.manifest.groups[spec.group]
-            span = _Span(use, group.offset_bytes, group.nbytes)
-            made = self._backend.view(span, use.opened.index)
-            flat = self._flat.setdefault(spec.group, made)
-            if flat is made:  # and not that of another thread
-                self.memory[spec.group] = cast("weakref.ref[memoryview]", weakref.ref(span))
-        return flat.view(dtype).as_strided(spec.size, spec.stride, spec.offset)
+            return self._backend.allocate(opened.index, 0).view(dtype).as_strided(spec.size, spec.stride)
+        flat = self._bytes(opened, spec.group).view(dtype)
+        return flat.as_strided(spec.size, spec.stride, flat.storage_offset() + spec.offset)
+
+    def _bytes(self, opened: Import, group: int) -> torch.Tensor:
+        """The bytes of one alias group."""
+        raise NotImplementedError
 
     def address(self) -> int:
         """Where the segment is, for the device; good until drop()."""
-        if self._use is None:
+        if self._opened is None:
             raise ClosedError("tensor builder")
-        return self._use.opened.address
+        return self._opened.address
+
+    def drop(self) -> None:
+        """Drop the builder's own references to the memory. Nothing can be built afterwards."""
+        self._opened = None
+        super().drop()
+
+
+class CudaTensorBuilder(_CudaBuilder):
+    """Builds the tensors of one version on a GPU. The version ends here with the last of them, after drop()."""
+
+    def __init__(self, backend: CudaBackend, use: _Use, manifest: Manifest) -> None:
+        super().__init__(backend, use.opened, manifest)
+        self._use: _Use | None = use
+
+    def _bytes(self, opened: Import, group: int) -> torch.Tensor:
+        flat, use = self._flat.get(group), self._use
+        if use is None:  # dropped by another thread, just now
+            raise ClosedError("tensor builder")
+        if flat is None:
+            spec = self.manifest.groups[group]
+            span = _Span(use, spec.offset_bytes, spec.nbytes)
+            made = self._backend.view(span, opened.index)
+            flat = self._flat.setdefault(group, made)
+            if flat is made:  # and not that of another thread
+                self.memory[group] = cast("weakref.ref[memoryview]", weakref.ref(span))
+        return flat
 
     def drop(self) -> None:
         """Drop the builder's own references to the memory. Nothing can be built afterwards."""
@@ -129,13 +149,37 @@ class CudaTensorBuilder(TensorBuilder):
         super().drop()
 
 
-class ReceivedSegment:
-    """A segment that a publisher has sent to one session: an export, opened when it is first needed."""
+class CudaLoadBuilder(_CudaBuilder):
+    """Builds tensors to copy from, for the time of a ``with`` block; at its end every copy is done. Not for callers."""
 
-    def __init__(self, importer: CudaImporter, segment: int, handle: CudaHandle, nbytes: int) -> None:
+    def _bytes(self, opened: Import, group: int) -> torch.Tensor:
+        spec = self.manifest.groups[group]
+        return opened.flat[spec.offset_bytes : spec.offset_bytes + spec.nbytes]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        opened = self._opened
+        self.drop()
+        if opened is not None:
+            self._backend.synchronize(opened.index)  # also after an error: what was queued still reads
+
+
+class ReceivedSegment:
+    """A segment that a publisher has sent to one session: an export, opened when it is first needed.
+
+    ``on`` is the UUID of the one device that the reader uses. If the segment lies on another, it is opened through that
+    one, so that the process gets no context on a device that it does not use; its tensors can then only be copied.
+    """
+
+    def __init__(
+        self, importer: CudaImporter, segment: int, handle: CudaHandle, nbytes: int, on: str | None = None
+    ) -> None:
         self.segment = segment
         self.nbytes = nbytes
         self.handle = handle
+        self._on = on if on is not None else handle.device
         self._importer = importer
         self._opened: Import | None = None
         self._error: AttachError | None = None
@@ -155,7 +199,7 @@ class ReceivedSegment:
                 raise ClosedError("segment")
             self._over = True
             try:
-                self._opened = self._importer.open(self.segment, self.handle, self.nbytes)
+                self._opened = self._importer.open(self.segment, self.handle, self.nbytes, self._on)
             except AttachError as error:
                 self._error = error
                 raise
@@ -167,10 +211,22 @@ class ReceivedSegment:
         It is called once, on another thread, after the last tensor is gone and the device has done what was queued.
 
         Raises:
+            AttachError: see ``open``; or it lies on a device that the reader does not use.
+        """
+        opened = self.open()
+        if opened.foreign:
+            reason = f"it is on {self.handle.device}, and this reader uses {self._on}"
+            raise AttachError(self.segment, reason, "copy it with load_into")
+        use = self._importer.use(opened, on_release)
+        return CudaTensorBuilder(self._importer.backend, use, manifest)
+
+    def load(self, manifest: Manifest) -> CudaLoadBuilder:
+        """What to copy one version from, under its lease, in a ``with`` block.
+
+        Raises:
             AttachError: see ``open``.
         """
-        use = self._importer.use(self.open(), on_release)
-        return CudaTensorBuilder(self._importer.backend, use, manifest)
+        return CudaLoadBuilder(self._importer.backend, self.open(), manifest)
 
     def close(self) -> None:
         """The session needs it no more. Versions that are still in use keep it open; one never opened is given back."""
@@ -188,22 +244,22 @@ class CudaImporter(ForkAware):
         self._exporter = exporter  #: of this process
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        #: by device, memory and offset
+        #: by the device that opened it, memory and offset
         self._imports: weakref.WeakValueDictionary[tuple[str, bytes, int], Import] = weakref.WeakValueDictionary()
         self._ended: SimpleQueue[tuple[Import, Callable[[], object]]] = SimpleQueue()
         self._uses = 0  #: whose on_release has not been called
         self._thread: threading.Thread | None = None
         register(self)
 
-    def open(self, segment: int, handle: CudaHandle, nbytes: int) -> Import:
-        """Open an export, or count it down if its memory is open here already. The handle has been checked.
+    def open(self, segment: int, handle: CudaHandle, nbytes: int, on: str) -> Import:
+        """Open an export on a device, or count it down if its memory is open here already. The handle has been checked.
 
         Raises:
             AttachError: it cannot be opened here; the export was given back.
         """
         ensure_same_process(self._pid, "CUDA importer")
         with self._lock:
-            key = (handle.device, handle.memory, handle.offset)
+            key = (on, handle.memory, handle.offset)
             known = self._imports.get(key)
             own = self._exporter.exported_here(handle)
             if known is not None or own is not None:  # torch counts openings, and this is none
@@ -214,22 +270,23 @@ class CudaImporter(ForkAware):
                 return known
             try:
                 with fork_lock:
-                    opened = self._open(segment, handle, nbytes) if own is None else self._share(segment, own)
+                    opened = self._open(segment, handle, nbytes, on) if own is None else self._share(segment, own)
                     self._imports[key] = opened
             except BaseException:
                 self.give_back(handle)
                 raise
             return opened
 
-    def _open(self, segment: int, handle: CudaHandle, nbytes: int) -> Import:
+    def _open(self, segment: int, handle: CudaHandle, nbytes: int, on: str) -> Import:
         problem = self.backend.problem()
         if problem:
             raise AttachError(segment, problem, "subscribe where the publisher's GPU can be used")
         try:
-            index = find_device(self.backend, handle.device)
+            index = find_device(self.backend, on)
         except DeviceError as error:
             raise AttachError(segment, error.text, error.remedy) from error
-        if handle.offset + handle.nbytes > self.backend.total_bytes(index):
+        foreign = on != handle.device
+        if not foreign and handle.offset + handle.nbytes > self.backend.total_bytes(index):
             raise AttachError(segment, f"cuda:{index} has no {handle.offset + handle.nbytes} bytes")
         try:
             flat = self.backend.rebuild(torch_arguments(handle, index))
@@ -240,7 +297,7 @@ class CudaImporter(ForkAware):
         if self.backend.read(flat[start : start + CANARY_BYTES]) != handle.canary:
             del flat
             raise AttachError(segment, f"cuda:{index} does not show what the publisher wrote", _OPEN_REMEDY)
-        return Import(flat, index, nbytes)
+        return Import(flat, index, nbytes, foreign=foreign)
 
     def _share(self, segment: int, own: CudaSegment) -> Import:
         """The memory of this very process, without opening anything."""
@@ -284,7 +341,7 @@ class CudaImporter(ForkAware):
     def after_fork_in_child(self) -> None:
         """Close nothing in the child that is the parent's."""
         for opened in list(self._imports.values()):
-            opened.make_immortal()
+            immortal(opened.flat)
         self._imports.clear()
 
 

@@ -210,6 +210,54 @@ def test_a_device_that_does_not_answer_releases_nothing(caplog: pytest.LogCaptur
     side.close()
 
 
+# Loads
+
+
+def test_a_load_is_over_when_its_copies_are_done() -> None:
+    _, publisher, (side,) = world()
+    segment = publisher.segment()
+    publisher.write(segment, 3)
+    side.receive(1, segment.export(side.reader))
+    mine, stream = torch.zeros(8, 4), side.process.stream(0)
+    with side.segments[1].load(MANIFEST) as builder:
+        stream.copy(mine, builder.build(MANIFEST.tensors[0]))
+        assert builder.build(MANIFEST.tensors[2]).shape == (0, 3)
+        assert mine[0, 0] == 0
+    assert bool((mine == 3).all())
+    with pytest.raises(ClosedError):
+        builder.build(MANIFEST.tensors[0])
+    assert side.released == []  # a load makes no use: its lease is the caller's
+    side.close()
+    assert list(publisher.process.gpu.counters.values()) == [0]
+
+
+def test_a_load_that_fails_waits_for_what_it_queued() -> None:
+    _, publisher, (side,) = world()
+    side.receive(1, publisher.segment().export(side.reader))
+    with pytest.raises(KeyError), side.segments[1].load(MANIFEST):
+        raise KeyError
+    assert side.process.syncs == 1
+    side.close()
+
+
+def test_a_reader_of_another_device_copies_and_never_uses_in_place() -> None:
+    gpu = FakeGpu()
+    publisher, side = PublisherSide(gpu.process()), ReaderSide(gpu.process(visible=[1]))
+    segment = publisher.segment()
+    publisher.write(segment, 4)
+    side.receive(1, segment.export(side.reader), on=gpu.devices[1])
+    with side.segments[1].load(MANIFEST) as builder:
+        assert bool((builder.build(MANIFEST.tensors[0]) == 4).all())
+    assert gpu.opened_on == [(gpu.devices[0], gpu.devices[1])]  # through its own, and no context on the other
+    with pytest.raises(AttachError, match=f"on {gpu.devices[0]}, and this reader uses {gpu.devices[1]}; copy it"):
+        side.map(1, 1)
+    side.close()
+    segment.drop()
+    publisher.exporter.reap()
+    assert publisher.process.allocated == 0
+    assert gpu.trouble == []
+
+
 # The end of an import
 
 
@@ -695,7 +743,7 @@ def test_an_opening_per_version_is_found() -> None:
     publisher, side = PublisherSide(gpu.process()), ReaderSide(gpu.process(), worlds.OpensAgain)
     segment = publisher.segment()
     received = side.receive(1, segment.export(side.reader))
-    kept = [side.importer.open(1, received.handle, NBYTES) for _ in range(2)]
+    kept = [side.importer.open(1, received.handle, NBYTES, received.handle.device) for _ in range(2)]
     kept.clear()
     gc.collect()
     assert "went below zero" in gpu.trouble[0]

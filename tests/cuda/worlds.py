@@ -56,9 +56,9 @@ class ReaderSide:
         self.segments: dict[int, ReceivedSegment] = {}
         self.released: list[int] = []
 
-    def receive(self, number: int, handle: CudaHandle, nbytes: int = NBYTES) -> ReceivedSegment:
+    def receive(self, number: int, handle: CudaHandle, nbytes: int = NBYTES, on: str | None = None) -> ReceivedSegment:
         decoded = decode_handle(number, nbytes, encode_handle(handle))
-        self.segments[number] = ReceivedSegment(self.importer, number, decoded, nbytes)
+        self.segments[number] = ReceivedSegment(self.importer, number, decoded, nbytes, on)
         return self.segments[number]
 
     def map(self, number: int, version: int, manifest: Manifest = MANIFEST) -> CudaTensorBuilder:
@@ -199,11 +199,11 @@ class _Impatient:
 class OpensByIndex(CudaImporter):
     """Takes the publisher's index for its own."""
 
-    def _open(self, segment: int, handle: CudaHandle, nbytes: int) -> Import:
+    def _open(self, segment: int, handle: CudaHandle, nbytes: int, on: str) -> Import:
         everywhere = {uuid: index for index, uuid in enumerate(self.backend.gpu.devices)}  # type: ignore[attr-defined]
         devices, self.backend.devices = self.backend.devices, lambda: everywhere  # type: ignore[method-assign]
         try:
-            return super()._open(segment, handle, nbytes)
+            return super()._open(segment, handle, nbytes, on)
         finally:
             self.backend.devices = devices  # type: ignore[method-assign]
 
@@ -211,10 +211,10 @@ class OpensByIndex(CudaImporter):
 class OpensAgain(CudaImporter):
     """Opens the same export for every version."""
 
-    def open(self, segment: int, handle: CudaHandle, nbytes: int) -> Import:
+    def open(self, segment: int, handle: CudaHandle, nbytes: int, on: str) -> Import:
         self._imports.clear()
         self.backend.cache.clear()  # type: ignore[attr-defined]
-        return super().open(segment, handle, nbytes)
+        return super().open(segment, handle, nbytes, on)
 
 
 class ReapsTheLiving(CudaExporter):

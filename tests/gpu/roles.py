@@ -171,8 +171,9 @@ class Importer(GpuRole):
         self.held: dict[int, dict[str, torch.Tensor]] = {}
         self.ended: list[int] = []
 
-    def receive(self, number: object, sent: Sent, nbytes: int = NBYTES) -> None:
-        self.received[number] = ReceivedSegment(self.importer, 1, decode_handle(1, nbytes, sent), nbytes)
+    def receive(self, number: object, sent: Sent, nbytes: int = NBYTES, *, on_own: bool = False) -> None:
+        on = next(iter(TorchCuda().devices())) if on_own else None
+        self.received[number] = ReceivedSegment(self.importer, 1, decode_handle(1, nbytes, sent), nbytes, on)
 
     def open(self, number: object) -> None:
         self.received[number].open()
@@ -182,6 +183,15 @@ class Importer(GpuRole):
         builder = self.received[number].map(manifest(), lambda: self.ended.append(version))
         self.held[version] = {spec.name: builder.build(spec) for spec in manifest().tensors}
         builder.drop()
+
+    def load(self, number: object, version: int) -> list[str]:
+        """Copy a version into tensors of its own, on device 0 of this process; those that came out wrong."""
+        with self.received[number].load(manifest()) as builder:
+            targets = {}
+            for name, tensor in source(0).items():
+                targets[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+                targets[name].copy_(builder.build(next(spec for spec in manifest().tensors if spec.name == name)))
+        return [name for name, tensor in source(version).items() if not same(targets[name].cpu(), tensor)]
 
     def wrong(self, version: int) -> list[str]:
         """The tensors of a held version that are not as published."""
@@ -264,9 +274,9 @@ class ReleasesAtOnce(Importer):
 
 
 class _IndexImporter(CudaImporter):
-    def _open(self, segment: int, handle: CudaHandle, nbytes: int) -> Import:
+    def _open(self, segment: int, handle: CudaHandle, nbytes: int, on: str) -> Import:
         self.backend.devices = lambda: {handle.device: int(handle.device[-1]) - 1}  # type: ignore[method-assign]
-        return super()._open(segment, handle, nbytes)
+        return super()._open(segment, handle, nbytes, on)
 
 
 class OpensByIndex(Importer):

@@ -360,6 +360,36 @@ def test_a_reader_that_does_not_see_the_device_says_so_and_gives_back(cast: Cast
 
 
 @two_devices
+def test_a_reader_of_another_device_copies_from_its_own(cast: Cast, exporter: Actor) -> None:
+    importer = begin(cast, Importer, {"CUDA_VISIBLE_DEVICES": "1"})
+    exporter.call("create", 1)
+    exporter.call("write", 1, 6)
+    sent = exporter.call("export", 1, importer.pid, "elsewhere")
+    importer.call("receive", 1, sent, on_own=True)
+    assert importer.call("load", 1, 6) == []
+    with pytest.raises(AttachError, match="copy it with load_into"):
+        importer.call("take", 1, 6)
+    importer.call("close")
+    assert exporter.call("count", sent) == 0
+    exporter.call("drop", 1)
+    assert exporter.call("allocated") == 0
+
+
+def test_a_version_is_loaded_into_the_readers_own_tensors(cast: Cast, exporter: Actor) -> None:
+    importer = begin(cast, Importer)
+    exporter.call("create", 1)
+    for version in (1, 2):
+        exporter.call("write", 1, version)
+        if version == 1:
+            sent = attach(exporter, importer, 1)
+        assert importer.call("load", 1, version) == []
+    importer.call("close")
+    assert exporter.call("count", sent) == 0
+    exporter.call("drop", 1)
+    assert exporter.call("allocated") == 0
+
+
+@two_devices
 def test_segments_on_two_devices(cast: Cast, exporter: Actor) -> None:
     importer = begin(cast, Importer)
     for number in (1, 2):
