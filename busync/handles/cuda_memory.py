@@ -73,8 +73,6 @@ class Reader:
         A process of another PID namespace (its number reads 0 here), or one that may not be looked at, is not gone
         while there may be one: to count down for the living would give memory away under them.
         """
-        if self.pid <= 0:
-            return False
         state = _state(self.pid)
         if state is None or self.started == UNKNOWN:
             try:

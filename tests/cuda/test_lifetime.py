@@ -498,6 +498,10 @@ def test_a_disabled_caching_allocator_is_found(monkeypatch: pytest.MonkeyPatch) 
     process.caching = False
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     assert "unset PYTORCH_NO_CUDA_MEMORY_CACHING" in refused(process).remedy
+    with pytest.raises(DeviceError) as kept:
+        CudaExporter(process).create(process.visible[0], NBYTES)
+    assert process.allocated == 0  # also for whoever keeps the error
+    del kept
 
 
 def fails(message: str) -> None:
@@ -677,13 +681,15 @@ def test_a_forked_child_frees_and_counts_nothing(tmp_path: Path) -> None:
     segment = publisher.segment()
     publisher.write(segment, 6)
     side.receive(1, segment.export(side.reader))
-    tensors = side.tensors(1, 6)
+    tensors, other = side.tensors(1, 6), publisher.segment()
+    before = publisher.process.allocated
     pid = os.fork()
     if not pid:
         try:
             del tensors
             side.segments.clear()
             segment.drop()
+            other.drop()
             gc.collect()
             said = []
             for call in (publisher.exporter.reap, lambda: publisher.exporter.create(publisher.device, 64)):
@@ -691,7 +697,8 @@ def test_a_forked_child_frees_and_counts_nothing(tmp_path: Path) -> None:
                     call()
                 except ForkedError:
                     said.append("forked")
-            text = f"{said} {side.released} {list(gpu.counters.values())} {publisher.process.allocated > 0}"
+            kept = publisher.process.allocated == before and side.importer._ended.empty()
+            text = f"{said} {side.released} {list(gpu.counters.values())} {kept}"
             (tmp_path / "child").write_text(text)
         finally:
             os._exit(0)
