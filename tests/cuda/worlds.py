@@ -74,6 +74,10 @@ class ReaderSide:
         """Wait until a version is released, or all."""
         settle(lambda: version in self.released if version else self.importer._uses == 0)
 
+    def settle_count(self, count: int) -> None:
+        """Wait until so many versions are released."""
+        settle(lambda: len(self.released) >= count)
+
     def close(self) -> None:
         for segment in self.segments.values():
             segment.close()
