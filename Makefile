@@ -12,11 +12,12 @@ STAMP := $(VENV)/.stamp
 DEMO_STAMP := $(VENV)/.stamp-demo
 EXAMPLES_STAMP := $(VENV)/.stamp-examples
 PEERS := .venv-peers
+CUDA := .venv-cuda
 
-.PHONY: help venv lint types check test explore faults mutants demo examples bench bench-peers clean
+.PHONY: help venv lint types check test test-cuda-emulated test-gpu explore faults mutants demo examples bench bench-peers clean
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## build .venv from constraints.txt
 
@@ -48,6 +49,15 @@ check: lint types  ## what takes seconds: lint and types
 
 test: lint types  ## lint, types and every test
 	$(BIN)/python -m pytest
+
+# An environment of its own, of about 5.5 GB. Where it cannot be had, says so and is content.
+test-cuda-emulated:  ## the GPU tests without a GPU, on an emulated CUDA runtime (an environment of 5.5 GB)
+	PYTHON=$(PYTHON) tests/cudaemu/run $(CUDA)
+
+GPU_PYTHON ?= $(BIN)/python
+
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))  ## the GPU tests on a GPU, figures into GPU_FIGURES=gpu-figures.json; GPU_PYTHON=.venv/bin/python
+	GPU_FIGURES=$(GPU_FIGURES) $(GPU_PYTHON) -m tests.gpu
 
 explore: $(STAMP)  ## every state of the core within a bound, then a shortest fault without each guard
 	$(BIN)/python -m tests.explore --bound full --without all
@@ -81,5 +91,5 @@ $(PEERS)/.stamp: bench/peers.txt
 	touch $@
 
 clean:  ## remove .venv and everything that is built
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(CUDA) tests/cudaemu/build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@
     |  +- ExportError                a tensor or value of the source cannot be published
     |  +- AttachError                a segment that came from the publisher cannot be used
     |  +- FdError                    descriptors are exhausted or did not arrive
+    |  +- DeviceError                memory of a GPU cannot be shared
     +- AllocationError               no memory could be reserved for a version
     +- PoolExhausted                 every segment is in use, and waiting cannot help or is not wanted
     +- LoanInUse                     a loan was published while one of its tensors was still referenced
@@ -141,6 +142,22 @@ class AttachError(HandleError):
 
 class FdError(HandleError):
     """Descriptors are exhausted, or did not arrive."""
+
+
+class DeviceError(HandleError):
+    """Memory of a GPU cannot be shared; what is on the CPU can still be published.
+
+    Attributes: ``device`` (a GPU's UUID, or what there is instead), ``reason``, and, where one is concerned, ``peer``
+    and ``version``.
+    """
+
+    def __init__(self, device: str, reason: str, remedy: str = "", peer: str = "", version: int = 0) -> None:
+        self.device = device
+        self.reason = reason
+        self.peer = peer
+        self.version = version
+        whom = (f" with {peer}" if peer else "") + (f" for version {version}" if version else "")
+        super().__init__(f"memory of {device} cannot be shared{whom}: {reason}", remedy)
 
 
 class AllocationError(BusyncError):

@@ -24,6 +24,7 @@ _watch = LoopWatch()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "blocks_loop: the test holds an event loop on purpose")
+    config.addinivalue_line("markers", "gpu: the test needs a CUDA device, real or emulated")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,6 +30,7 @@ SAMPLES: list[BusyncError] = [
     errors.ExportError("layer.w", "it is sparse", "call to_dense()"),
     errors.AttachError(3, "it is not sealed"),
     errors.FdError("no descriptor is left", "raise the limit"),
+    errors.DeviceError("GPU 1", "it has expandable segments", "switch them off", "actor-3", 7),
     errors.AllocationError(100, "50 are there"),
     errors.PoolExhausted("default", 4, 4),
     errors.LoanInUse(["a", "b", "c", "d"]),

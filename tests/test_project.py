@@ -66,6 +66,8 @@ def test_make_lists_its_commands() -> None:
         "types",
         "check",
         "test",
+        "test-cuda-emulated",
+        "test-gpu",
         "explore",
         "faults",
         "mutants",

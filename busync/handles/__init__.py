@@ -9,6 +9,7 @@
     build     manifest and mapped memory -> tensors; loans
     load      a version -> the modules of a reader
     digest    SHA-256 over the content of a version
+    cuda*     segments on a GPU: what travels, the device, the publisher's side, the reader's (docs/GPU.md)
 
 Nothing here knows about messages, sockets or leases.
 """
