@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busync import wire
@@ -77,11 +77,13 @@ handles = st.builds(
 )
 
 
+@settings(deadline=None, derandomize=True)
 @given(handles)
 def test_every_valid_handle_survives_the_way(handle: CudaHandle) -> None:
     assert cuda.decode_handle(1, NBYTES, cuda.encode_handle(handle)) == handle
 
 
+@settings(deadline=None, derandomize=True)
 @given(handles, st.integers(0, 7))
 def test_torch_gets_what_torch_gave(handle: CudaHandle, index: int) -> None:
     arguments = cuda.torch_arguments(handle, index)
@@ -134,6 +136,7 @@ def test_a_handle_of_another_size_than_was_announced_is_refused(nbytes: int) -> 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.dictionaries(st.sampled_from([field.name for field in fields(CudaHandle)]), scalars))
 def test_whatever_comes_is_a_good_handle_or_an_error_of_ours(changes: dict[str, object]) -> None:
     try:
