@@ -231,7 +231,7 @@ async def _memory(server: Server, reserved: fx.Reserved) -> Segment | None:
 
 async def _copy(server: Server, planned: Plan, segment: Segment) -> None:
     def make_jobs() -> list[Job]:
-        return planned.jobs(memoryview(segment.mapping), server.options.copy_threads)
+        return planned.jobs(memoryview(segment.mapping), server.options.copy_threads, segment.views)
 
     jobs = make_jobs() if len(planned.sources) < LARGE_MANIFEST else await _run(server, make_jobs)
     if planned.manifest.nbytes <= SMALL_BYTES:

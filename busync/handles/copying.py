@@ -15,7 +15,8 @@ Job = Callable[[], None]
 
 PIECE_BYTES = 8 << 20  #: the most that one worker takes at a time
 _WORTH_A_THREAD_BYTES = 1 << 20  # waking a second thread costs as much as copying about this
-_ONE_THREAD_ELEMENTS = 32767  # torch copies fewer than 32,768 elements on the calling thread
+_ROW = 128  # tensors of a batch that one worker takes at a time
+ONE_THREAD_ELEMENTS = 32767  #: torch copies fewer than 32,768 elements on the calling thread
 
 
 @dataclass(slots=True)
@@ -32,16 +33,29 @@ class Copy:
         return self.source.numel() * self.source.itemsize
 
 
+@dataclass(slots=True)
+class Batch:
+    """Many small tensors that torch copies in one call per row, which takes the GIL once and not for each of them."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    nbytes: int
+
+
 def make_jobs(
-    buffer: memoryview | mmap.mmap, moves: list[Move], copies: list[Copy], workers: int, *, keep: object
-) -> list[Job]:
+    buffer: memoryview | mmap.mmap, moves: list[Move], copies: list[Copy], workers: int, *, keep: object,
+    batch: Batch | None = None,
+) -> list[Job]:  # fmt: skip
     """Jobs that together do all moves and copies into ``buffer``; see Plan.jobs. They hold ``buffer`` and ``keep``."""
-    total = sum(nbytes for _, _, nbytes in moves) + sum(copy.nbytes for copy in copies)
+    if batch is None:
+        batch = Batch([], [], 0)
+    total = sum(nbytes for _, _, nbytes in moves) + sum(copy.nbytes for copy in copies) + batch.nbytes
     count = max(1, min(workers, total // _WORTH_A_THREAD_BYTES))
     piece = min(PIECE_BYTES, max(total // (4 * count), _WORTH_A_THREAD_BYTES // 4))
     # A list's iterator may be advanced from several threads; a generator's may not.
     large = any(nbytes > piece for _, _, nbytes in moves)
     small_moves = iter(list(_cut_moves(moves, piece)) if large else moves)
+    rows = iter(range(0, len(batch.targets), _ROW))
     small_copies = iter([pair for copy in copies for pair in _pieces(buffer, copy, piece)])
     holder = torch.frombuffer(buffer, dtype=torch.uint8)
     base = holder.data_ptr()
@@ -51,6 +65,8 @@ def make_jobs(
         for offset, address, nbytes in small_moves:
             memmove(base + offset, address, nbytes)
         with torch.inference_mode():
+            for row in rows:
+                torch._foreach_copy_(batch.targets[row : row + _ROW], batch.sources[row : row + _ROW])
             for target, source in small_copies:
                 copy_elements(target, source)
         _ = holder, keep  # alive until the last byte is copied
@@ -60,7 +76,7 @@ def make_jobs(
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """As ``target.copy_(source)``, on the calling thread alone. Both are CPU tensors of one size and dtype."""
-    for target_piece, source_piece in _cut(target, source, _ONE_THREAD_ELEMENTS):
+    for target_piece, source_piece in _cut(target, source, ONE_THREAD_ELEMENTS):
         target_piece.copy_(source_piece)
 
 

@@ -26,7 +26,7 @@ import torch
 from msgspec import Struct
 
 from busync.errors import ExportError, OptionError
-from busync.handles.copying import Copy, Job, Move, make_jobs
+from busync.handles.copying import Batch, Copy, Job, Move, make_jobs
 from busync.handles.source import Flat, Source, flatten
 from busync.handles.tensors import (
     DTYPE_NAMES,
@@ -103,19 +103,58 @@ class Plan:
     moves: list[Move]
     copies: list[Copy]
     sources: list[torch.Tensor]
+    batched: Batched | None = None
 
-    def jobs(self, buffer: memoryview | mmap.mmap, workers: int) -> list[Job]:
+    def jobs(self, buffer: memoryview | mmap.mmap, workers: int, views: Views | None = None) -> list[Job]:
         """Work that fills ``buffer``, the writable bytes of a segment of at least ``manifest.nbytes`` bytes.
 
         At most ``workers`` jobs, to be run in any order on any threads; together they copy everything once all of
         them have returned. They share the pieces among each other as they go, so that one that is held up does not
         hold up the rest. A small plan gives one job; one without bytes gives none. Each runs on one core and gives
-        up the GIL while it copies.
+        up the GIL while it copies. ``views`` belong to the buffer; with them, many small tensors are copied faster.
         """
         assert len(buffer) >= self.manifest.nbytes
         if not self.moves and not self.copies:
             return []
-        return make_jobs(buffer, self.moves, self.copies, workers, keep=self)
+        if views is None or self.batched is None:
+            return make_jobs(buffer, self.moves, self.copies, workers, keep=self)
+        batch = Batch(
+            views.of(self, self.batched, buffer), [self.sources[tensor] for tensor in self.batched.tensors],
+            self.batched.nbytes,
+        )  # fmt: skip
+        alone = [self.moves[move] for move in self.batched.alone]
+        return make_jobs(buffer, alone, self.copies, workers, keep=self, batch=batch)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batched:
+    """Which moves are copied in batches, by torch."""
+
+    moves: list[int]
+    tensors: list[int]  #: of each of them, the number of a tensor that lies there
+    alone: list[int]  #: the other moves
+    nbytes: int  #: of those in batches
+
+
+class Views:
+    """Tensors over a segment into which the small tensors of one layout are copied. Made once, and kept with it."""
+
+    def __init__(self) -> None:
+        self._layout = b""
+        self._tensors: list[torch.Tensor] = []
+
+    def of(self, plan: Plan, batched: Batched, buffer: memoryview | mmap.mmap) -> list[torch.Tensor]:
+        """Those for the batched moves of a plan; equal layouts have the same."""
+        if self._layout != plan.manifest.digest:
+            self._tensors = []
+            for move, tensor in zip(batched.moves, batched.tensors, strict=True):
+                source = plan.sources[tensor]
+                flat = torch.frombuffer(
+                    buffer, dtype=source.dtype, offset=plan.moves[move][0], count=source.numel()
+                )  # fmt: skip
+                self._tensors.append(flat.as_strided(source.shape, source.stride()))
+            self._layout = plan.manifest.digest
+        return self._tensors
 
 
 def plan(flat: Flat) -> Plan:

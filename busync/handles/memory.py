@@ -13,13 +13,14 @@ import mmap
 import os
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
 from busync.errors import AllocationError, AttachError, FdError
 from busync.fds import SEALS, OwnedFd, address_of, check_sealed, map_fd, vacate
 from busync.forks import ForkAware, fork_lock, immortal, register
+from busync.handles.layout import Views
 
 
 class _Place(Struct, eq=False, gc=False):
@@ -56,6 +57,7 @@ class Segment:
     fd: OwnedFd
     mapping: mmap.mmap
     nbytes: int
+    views: Views = field(default_factory=Views)  #: over the mapping
 
 
 def open_segment(name: str) -> OwnedFd:

@@ -9,14 +9,15 @@ from operator import attrgetter, call, is_
 
 import torch
 
-from busync.handles.copying import Move
-from busync.handles.layout import Plan, plan
+from busync.handles.copying import ONE_THREAD_ELEMENTS, Move
+from busync.handles.layout import Batched, Plan, plan
 from busync.handles.source import Flat, Source, flatten
 from busync.manifest import Manifest
 from busync.wire import Value
 
 #: Weak references are seen by the garbage collector: very many new ones set off a full collection.
 MOST_REMEMBERED = 16_384
+MANY_MOVES = 512  #: from which on small ones are copied in batches
 
 # The same object may be another tensor by now: to assign to its ``data`` changes everything but its class. These are
 # looked up by loops in C, which take half as long as one in Python.
@@ -39,6 +40,7 @@ class _Last:
     spans: list[int]  #: bytes of each tensor
     itemsizes: list[int]
     moves_of: list[int]  #: the number of the move that copies it; tied tensors have one together. -1: no element
+    batched: Batched | None
     addresses: list[int]
     manifest: Manifest
     moves: list[Move]
@@ -96,12 +98,12 @@ def _again(last: _Last, flat: Flat) -> Plan | None:
         if offset * itemsize + span > room and span:
             return None
     if addresses == last.addresses:
-        return Plan(last.manifest, last.moves, [], tensors)
+        return Plan(last.manifest, last.moves, [], tensors, last.batched)
     moves = _moved(last, addresses)
     if moves is None or _overlap(moves):
         return None
     last.moves, last.addresses = moves, addresses
-    return Plan(last.manifest, moves, [], tensors)
+    return Plan(last.manifest, moves, [], tensors, last.batched)
 
 
 def _moved(last: _Last, addresses: list[int]) -> list[Move] | None:
@@ -134,8 +136,18 @@ def _remember(flat: Flat, planned: Plan) -> _Last | None:
     return _Last(
         list(flat.tensors), flat.parameters, [weakref.ref(tensor) for tensor in tensors],
         list(map(_facts, tensors)), list(map(_stride, tensors)), spans, [tensor.itemsize for tensor in tensors],
-        moves_of, list(map(_address, tensors)), manifest, moves,
+        moves_of, _batched(moves, moves_of, tensors), list(map(_address, tensors)), manifest, moves,
     )  # fmt: skip
+
+
+def _batched(moves: list[Move], moves_of: list[int], tensors: list[torch.Tensor]) -> Batched | None:
+    """The moves that torch copies on the calling thread, if they are many."""
+    first = {move: index for index, move in reversed(list(enumerate(moves_of)))}
+    small = [move for move in range(len(moves)) if tensors[first[move]].numel() <= ONE_THREAD_ELEMENTS]
+    if len(small) < MANY_MOVES:
+        return None
+    alone = sorted(set(range(len(moves))).difference(small))
+    return Batched(small, [first[move] for move in small], alone, sum(moves[move][2] for move in small))
 
 
 def _overlap(moves: list[Move]) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from busync.errors import ExportError
 from busync.handles import Planner, TensorBuilder, flatten, plan
-from busync.handles.layout import Plan
+from busync.handles.layout import Plan, Views
 
 Tensors = dict[str, torch.Tensor]
 
@@ -132,3 +132,24 @@ def test_a_planner_keeps_no_tensor_alive() -> None:
     del tensors
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_many_small_tensors_are_copied_in_batches(workers: int) -> None:
+    """Into the same tensors over a segment each time, whatever else has moved or is too large for them."""
+    planner, views = Planner(), Views()
+    tensors = {f"t{i}": torch.randn(3, 5) for i in range(600)} | {"turned": torch.randn(50, 4).t()}
+    tensors |= {"large": torch.randn(200, 300), "none": torch.empty(0), "tied": tensors["t7"]}
+    memory = bytearray(planner.plan(tensors, {})[1].manifest.nbytes)
+    for number in range(3):
+        for tensor in tensors.values():
+            tensor.add_(number)
+        if number == 1:
+            tensors["t3"].data = tensors["t3"].clone()
+        planned = planner.plan(tensors, {})[1]
+        assert planned.batched is not None
+        for job in planned.jobs(memoryview(memory), workers, views):
+            job()
+        builder = TensorBuilder(memory, planned.manifest)
+        for spec in planned.manifest.tensors:
+            assert torch.equal(builder.build(spec), tensors[spec.name])
