@@ -70,7 +70,7 @@ class ReuseReader(QueueReader):
 
 
 SYSTEM = System(
-    name="queues-reuse", learner=ReuseLearner, reader=ReuseReader, tickets=queues,
+    name="queues-reuse", learner=ReuseLearner, reader=ReuseReader, warm=4, tickets=queues,
     page=f"{PAGE}#reuse-buffers-passed-through-a-queue",
     note="one Queue per reader; one copy into one of two sets of shared tensors, which take turns, as the notes' best "
     "practices say (strategy file_system). It overwrites what readers use unless every round is answered, as here",
