@@ -44,8 +44,8 @@ def _fields(path: str) -> dict[str, int]:
 def measure_memory(system: System, cell: Cell) -> dict[str, Any]:
     """Sizes beyond idle (attached, before the first version), in bytes. Never raises for what the system cannot do.
 
-    Every reader has read every byte of the version it holds. ``pss`` is that of all processes together, ``learner``
-    and ``reader`` that of one (the median reader); ``dirty`` and ``tables`` are the median reader's.
+    Every reader has read every byte of the version it holds. ``pss`` is that of all processes together, ``learner``,
+    ``readers`` and ``reader`` (the median one) that of each; ``dirty`` and ``tables`` are the median reader's.
     """
     try:
         with playing(system, cell, ROUNDS) as play:
@@ -60,6 +60,7 @@ def measure_memory(system: System, cell: Cell) -> dict[str, Any]:
         "idle": sum(size.pss for size in idle),
         "pss": learner.pss + sum(size.pss for size in readers),
         "learner": learner.pss,
+        "readers": [size.pss for size in readers],
         "reader": int(median(size.pss for size in readers)),
         "dirty": int(median(size.dirty for size in readers)),
         "tables": int(median(size.tables for size in readers)),

@@ -81,7 +81,7 @@ def playing(system: System, cell: Cell, effort: Effort) -> Iterator[Play]:
         SystemFailed: the system cannot do it.
     """
     if (needs := system.needs_bytes(cell)) > (there := FILL * available_bytes()):
-        raise SystemFailed(f"left out: it takes about {needs / 1e9:.1f} GB of memory, and {there / 1e9:.1f} are there")
+        raise SystemFailed(f"it takes about {needs / 1e9:.1f} GB of memory, and {there / 1e9:.1f} are there")
     context = multiprocessing.get_context("forkserver")
     directory = tempfile.mkdtemp(prefix="bench-", dir="/dev/shm")
     os.mkdir(os.path.join(directory, "own"))

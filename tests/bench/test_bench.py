@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import _enough
 from bench.busy import share
 from bench.cells import FULL, QUICK
 from bench.loops import Ticker, summary
@@ -130,3 +131,13 @@ def test_the_bounds_can_be_measured_from_the_cells() -> None:
             "memory gpt2 16", "loops lm 1",
         }  # fmt: skip
         assert sum(len(group) for group in groups) == len(names), "a cell is there twice"
+
+
+@pytest.mark.parametrize(
+    ("name", "took", "behind", "enough"),
+    [("gloo", 4.0, False, False), ("gloo", 6.0, False, True), ("gloo", 4.0, True, True), ("busync", 6.0, True, False)],
+)
+def test_a_slow_peer_gets_no_second_turn(name: str, took: float, behind: bool, enough: bool) -> None:
+    due = time.monotonic() + (-1 if behind else 60)
+    assert _enough(Cell(mode="view", state="gpt2", readers=4), name, took, due) is enough
+    assert _enough(Cell(mode="view", state="gpt2", readers=4, busy=True), name, took, due)
