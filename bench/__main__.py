@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,33 +16,46 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from bench.cells import FULL, QUICK, SMOKE
-from bench.one import Effort, Measured, measure
+from bench.loops import measure_loops
+from bench.memory import measure_memory
+from bench.one import Effort, Measured, measure, raise_limits
 from bench.report import write_report
 from bench.systems import MODULES, find
 from bench.systems.base import Cell, System
+from bench.works import BOUNDS, OURS
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "bench" / "results"
+ENOUGH: Final = 5.0  #: seconds of a turn, starts and ends included, after which a peer gets no other, but in a full run
+BUDGET: Final = 480.0  #: seconds of a short run; where it is behind them, peers get one turn
 VERSIONS: Final = ("torch", "pyzmq", "msgpack", "msgspec", "uvloop", "safetensors", "torchrl", "ray")
 
 
 def main() -> int:
     """Measure, print as it goes, and write results and report."""
     options = _options()
+    raise_limits()
     chosen = FULL if options.full else SMOKE if options.smoke else QUICK
-    cells = [cell for cell in chosen if options.only in str(cell)]
+    groups = [cells for group in chosen if (cells := [cell for cell in group if options.only in str(cell)])]
     names = options.systems.split(",") if options.systems else list(MODULES)
     systems, missing = _installed(names)
     for name, why in missing.items():
         say(f"{name} is skipped: {why}")
-    results: dict[str, Any] = {"machine": _machine(), "missing": missing, "cells": []}
+    results: dict[str, Any] = {"machine": _machine(), "missing": missing, "cells": [], "memory": [], "loops": []}
     begun = time.monotonic()
-    for number, cell in enumerate(cells, 1):
-        say(f"[{number}/{len(cells)}, {time.monotonic() - begun:.0f} s] {cell}")
-        results["cells"].append(_run_cell(cell, systems, options))
+    for number, cells in enumerate(groups, 1):
+        say(f"[{number}/{len(groups)}, {time.monotonic() - begun:.0f} s] {', '.join(map(str, cells))}")
+        mode = cells[0].mode
+        if mode == "memory":
+            results["memory"] += [_memory(cell, systems) for cell in cells]
+        elif mode == "loops":
+            results["loops"] += [_loops(cell, options) for cell in cells if any(system.can(cell) for system in systems)]
+        else:
+            results["cells"] += _timed(cells, systems, options, due=begun + BUDGET * number / len(groups))
     results["seconds"] = round(time.monotonic() - begun, 1)
     directory = Path(options.results)
     directory.mkdir(parents=True, exist_ok=True)
@@ -68,28 +82,78 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run_cell(cell: Cell, systems: list[System], options: argparse.Namespace) -> dict[str, Any]:
-    """All systems in turn, so that what drifts drifts for all."""
-    runs: dict[str, list[Measured]] = {}
+def _timed(cells: list[Cell], systems: list[System], options: argparse.Namespace, due: float) -> list[dict[str, Any]]:
+    """All systems at all of these cells in turn, so that what drifts drifts for all."""
+    runs: dict[tuple[Cell, str], list[Measured]] = {}
+    took: dict[tuple[Cell, str], float] = {}
     for _ in range(options.blocks):
-        for system in systems:
-            if cell.mode not in system.modes and system.name != "limit":
+        for cell, system in itertools.product(cells, systems):
+            key = cell, system.name
+            before = runs.setdefault(key, []) if system.can(cell) else None
+            if before is None or (before and before[-1].failed):
                 continue
-            if cell.processes and not system.spread and system.name != "limit":
+            if before and not options.full and _enough(*key, took[key], due):
                 continue
-            before = runs.setdefault(system.name, [])
-            if before and before[-1].failed:
-                continue
+            begun = time.monotonic()
             before.append(measure(system, cell, Effort(seconds=options.seconds)))
-    shown: dict[str, Any] = {}
-    for name, blocks in runs.items():
-        seconds = [block.seconds for block in blocks]
-        failed = next((block.failed for block in blocks if block.failed), "")
-        shown[name] = {"blocks": seconds, "first": blocks[0].first, "failed": failed}
-        flat = sorted(s for block in seconds for s in block)
-        text = f"median {flat[len(flat) // 2] * 1e3:.3f} ms of {len(flat)}" if flat else ""
-        say(f"    {name:10} {text} {'FAILED: ' + failed if failed else ''}")
-    return {**asdict(cell), "systems": shown}
+            took[key] = took.get(key, 0.0) + time.monotonic() - begun
+    shown: list[dict[str, Any]] = []
+    for cell in cells:
+        done = {name: blocks for (of, name), blocks in runs.items() if of == cell}
+        rows = {name: _row(blocks) | {"took": round(took[cell, name], 2)} for name, blocks in done.items()}
+        shown.append({**asdict(cell), "systems": rows})
+        say(f"  {cell}")
+        for name, row in rows.items():
+            flat = sorted(seconds for block in row["blocks"] for seconds in block)
+            text = f"median {flat[len(flat) // 2] * 1e3:.3f} ms of {len(flat)}" if flat else ""
+            text += f", the first {row['first'] * 1e3:.3f}" if row["first"] is not None else ""
+            say(f"    {name:12} {text} {'FAILED: ' + row['failed'] if row['failed'] else ''}")
+    return shown
+
+
+def _enough(cell: Cell, name: str, took: float, due: float) -> bool:
+    """Does one turn of this system do? A slow one is far behind, and a second would tell little more."""
+    return cell.busy or (name not in (*BOUNDS, OURS) and (took > ENOUGH or time.monotonic() > due))
+
+
+def _row(blocks: list[Measured]) -> dict[str, Any]:
+    """One system at one cell."""
+    firsts = [block.first for block in blocks if block.first is not None]
+    failed = next((block.failed for block in blocks if block.failed), "")
+    return {
+        "blocks": [block.seconds for block in blocks], "first": median(firsts) if firsts else None, "failed": failed,
+    }  # fmt: skip
+
+
+def _memory(cell: Cell, systems: list[System]) -> dict[str, Any]:
+    """What the processes of each system take."""
+    rows: dict[str, Any] = {}
+    for system in systems:
+        if system.can(cell):
+            begun = time.monotonic()
+            row = measure_memory(system, cell)
+            rows[system.name] = row | {"took": round(time.monotonic() - begun, 2)}
+            text = f"FAILED: {row['failed']}" if row["failed"] else (
+                f"{row['pss'] / 1e6:.1f} MB beyond idle, {row['kept'] / 1e6:.1f} kept for versions; "
+                f"a reader: {row['dirty'] / 1e6:.2f} MB written of its own"
+            )  # fmt: skip
+            say(f"    {system.name:12} {text}")
+    return {**asdict(cell), "systems": rows}
+
+
+def _loops(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
+    """How late callbacks come on busync's users' loops."""
+    begun = time.monotonic()
+    row = measure_loops(cell, 3 * options.seconds)
+    row["took"] = round(time.monotonic() - begun, 2)
+    if row["failed"]:
+        say(f"    FAILED: {row['failed']}")
+    else:
+        for role in ("learner", "actor"):
+            late = row[role]
+            say(f"    {role:12} {late['callbacks']} callbacks late by p99 {late['p99'] * 1e3:.2f}, "
+                f"at most {late['max'] * 1e3:.2f} ms")  # fmt: skip
+    return {**asdict(cell), "systems": {OURS: row}}
 
 
 def _installed(names: list[str]) -> tuple[list[System], dict[str, str]]:

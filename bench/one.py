@@ -6,26 +6,31 @@ import argparse
 import gc
 import multiprocessing
 import os
+import resource
 import shutil
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 import zmq
 
+from bench.busy import keep_busy
 from bench.states import State, prove, proved, read_all, stamp
 from bench.systems import find
 from bench.systems.base import Answers, Cell, Learner, Reader, System, SystemFailed
 
 PATIENCE = 240.0  #: seconds for one run of one system
 END = 10.0  #: seconds in which a learner must end
+FILL = 0.9  #: of the memory that is there may be taken
 
 
 @dataclass(slots=True)
@@ -35,23 +40,48 @@ class Measured:
     seconds: list[float] = field(default_factory=list)  #: of each measured round
     first: float | None = None  #: seconds of the very first one
     failed: str = ""  #: why there is nothing
+    kept: int = 0  #: bytes of shared memory that versions take in the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How long to measure."""
 
-    warm: int = 3  #: rounds that do not count
     most: int = 60  #: rounds
     seconds: float = 2.0  #: after which no round begins
     least: int = 5  #: rounds, however long they take
+    slow: float = 0.5  #: seconds of a warm round after which 2 rounds are enough
 
 
-def measure(system: System, cell: Cell, effort: Effort) -> Measured:
-    """Start a learner and readers, let them play, and end them. Never raises for what the system cannot do.
+@dataclass(frozen=True, slots=True)
+class Play:
+    """A learner and readers that have found each other and wait for the word."""
+
+    learner: BaseProcess
+    readers: list[BaseProcess]
+    link: Connection
+
+    def rounds(self) -> Measured:
+        """Let them play.
+
+        Raises:
+            SystemFailed: the system cannot do it.
+        """
+        self.link.send("go")
+        return _hear(self.link)
+
+
+@contextmanager
+def playing(system: System, cell: Cell, effort: Effort) -> Iterator[Play]:
+    """Start a learner and readers, and end them afterwards.
 
     All are forks of one process that has imported everything: it is much faster than to import torch in each.
+
+    Raises:
+        SystemFailed: the system cannot do it.
     """
+    if (needs := system.needs_bytes(cell)) > (there := FILL * available_bytes()):
+        raise SystemFailed(f"it takes about {needs / 1e9:.1f} GB of memory, and {there / 1e9:.1f} are there")
     context = multiprocessing.get_context("forkserver")
     directory = tempfile.mkdtemp(prefix="bench-", dir="/dev/shm")
     os.mkdir(os.path.join(directory, "own"))
@@ -67,9 +97,8 @@ def measure(system: System, cell: Cell, effort: Effort) -> Measured:
             arguments = (system.name, ticket, cell, directory, number)
             readers.append(context.Process(target=_read, args=arguments, daemon=True))
             readers[-1].start()
-        return _hear(ours)
-    except SystemFailed as error:
-        return Measured(failed=str(error))
+        _hear(ours)  # that all have attached
+        yield Play(learner, readers, ours)
     finally:
         for process in readers:  # it may be inside a library that hears no other signal
             process.kill()
@@ -80,6 +109,27 @@ def measure(system: System, cell: Cell, effort: Effort) -> Measured:
         learner.kill()
         learner.join()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def measure(system: System, cell: Cell, effort: Effort) -> Measured:
+    """Time the rounds of a system. Never raises for what the system cannot do."""
+    try:
+        with playing(system, cell, effort) as play:
+            return play.rounds()
+    except SystemFailed as error:
+        return Measured(failed=str(error))
+
+
+def available_bytes() -> int:
+    """Memory that could be had without swapping."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def raise_limits() -> None:
+    """As many descriptors as this process may have: a thousand connections, and systems that want one per tensor."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _hear(learner: Connection) -> Measured:
@@ -101,18 +151,23 @@ def _hear(learner: Connection) -> Measured:
 
 def _learn(name: str, cell: Cell, effort: Effort, directory: str, tickets: list[Any], main: Connection) -> None:
     """The life of a learner process."""
+    raise_limits()
     torch.set_num_threads(1)
     result = Measured()
     state = cell.kind.make()
     answers = Answers(_address(directory))
     try:
-        with find(name).learner(cell, os.path.join(directory, "own"), tickets) as learner:
+        system = find(name)
+        with system.learner(cell, os.path.join(directory, "own"), tickets) as learner:
             main.send(result)
             learner.attach()
             answers.take(len(tickets))
             gc.collect()
             gc.freeze()
-            _hand_over(learner, state, answers, effort, result)
+            main.send(result)
+            main.recv()  # the word
+            _hand_over(learner, state, answers, system.warm, effort, result)
+            result.kept = learner.kept()
             main.send(result)
             main.poll(None)  # until the readers have been ended
     except Exception as error:
@@ -121,9 +176,10 @@ def _learn(name: str, cell: Cell, effort: Effort, directory: str, tickets: list[
         main.send(Measured(failed=f"{type(error).__name__}: {error}"))
 
 
-def _hand_over(learner: Learner, state: State, answers: Answers, effort: Effort, result: Measured) -> None:
-    stop_at = float("inf")
-    for version in range(1, effort.warm + effort.most + 1):
+def _hand_over(learner: Learner, state: State, answers: Answers, warm: int, effort: Effort, result: Measured) -> None:
+    """Rounds without end, of which the first ``warm`` do not count."""
+    stop_at, least = float("inf"), effort.least
+    for version in range(1, warm + effort.most + 1):
         stamp(state, version)
         learner.prepare(state)
         begun = time.perf_counter()
@@ -131,11 +187,12 @@ def _hand_over(learner: Learner, state: State, answers: Answers, effort: Effort,
         took = time.perf_counter() - begun
         if version == 1:
             result.first = took
-        if version == effort.warm:
+        if version == warm:
             stop_at = time.perf_counter() + effort.seconds
-        if version > effort.warm:
+            least = min(least, 2) if took > effort.slow else least
+        if version > warm:
             result.seconds.append(took)
-            if time.perf_counter() > stop_at and len(result.seconds) >= effort.least:
+            if time.perf_counter() > stop_at and len(result.seconds) >= least:
                 break
 
 
@@ -145,6 +202,7 @@ def _address(directory: str) -> str:
 
 def _read(name: str, ticket: Any, cell: Cell, directory: str, number: int) -> None:
     """The life of a reader process, until it is killed."""
+    raise_limits()
     torch.set_num_threads(1)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     socket.connect(_address(directory))
@@ -154,6 +212,7 @@ def _read(name: str, ticket: Any, cell: Cell, directory: str, number: int) -> No
         with system.reader(ticket, cell, os.path.join(directory, "own"), number) as reader:
             gc.collect()
             gc.freeze()
+            keep_busy(cell, number)
             socket.send(b"")
             reader.run(socket.send) if cell.processes else _rounds(reader, cell, socket.send)
     except Exception as error:
@@ -170,7 +229,7 @@ def _rounds(reader: Reader, cell: Cell, send: Callable[[bytes], Any]) -> None:
         tensors = reader.load(module) if module is not None else reader.receive()
         version += 1
         prove(tensors, names, version)
-        if cell.mode == "read":
+        if cell.mode in ("read", "memory"):
             read_all(tensors)
         reader.answer(send)
         del tensors
@@ -184,10 +243,12 @@ def main() -> int:
     parser.add_argument("state", help="cartpole, atari, gpt2, lm or many")
     parser.add_argument("readers", type=int)
     parser.add_argument("--processes", type=int, default=0, help="that the readers are spread over (0: one each)")
+    parser.add_argument("--busy", action="store_true", help="with a loop of matrix products per core in the readers")
     parser.add_argument("--seconds", type=float, default=2.0, help="to measure for")
     parser.add_argument("--most", type=int, default=60, help="rounds")
     options = parser.parse_args()
-    cell = Cell(mode=options.mode, state=options.state, readers=options.readers, processes=options.processes)
+    cell = Cell(mode=options.mode, state=options.state, readers=options.readers, processes=options.processes,
+                busy=options.busy)  # fmt: skip
     multiprocessing.get_context("forkserver").set_forkserver_preload(["bench.preload"])
     result = measure(find(options.system), cell, Effort(seconds=options.seconds, most=options.most))
     if result.seconds:

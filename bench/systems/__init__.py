@@ -10,7 +10,7 @@ from bench.systems.base import System
 #: Name to module. The first two are not rivals: they are what the machine allows.
 MODULES: Final = {
     "limit": "limit", "floor": "floor", "busync": "busync_",
-    "queues": "queues", "zmq": "zmq_bytes", "files": "files", "gloo": "gloo",
+    "queues": "queues", "queues-reuse": "queues_reuse", "zmq": "zmq_bytes", "files": "files", "gloo": "gloo",
     "torchrl": "torchrl_", "ray": "ray_",
 }  # fmt: skip
 

@@ -6,14 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import zmq
 from torch import Tensor, nn
 
 from bench.states import KINDS, Kind, State
 
-Mode = Literal["view", "read", "load", "loan"]
+Mode = Literal["view", "read", "load", "loan", "memory", "loops"]
+USUAL: Final[tuple[Mode, ...]] = ("view", "read", "load", "memory")  #: what a system with readers can do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Cell:
     state: str
     readers: int  #: that answer
     processes: int = 0  #: that they are spread over; 0: one each
+    busy: bool = False  #: with as many loops of matrix products as there are cores, in the readers' processes
 
     @property
     def kind(self) -> Kind:
@@ -32,7 +34,7 @@ class Cell:
 
     def __str__(self) -> str:
         spread = f" in {self.processes} processes" if self.processes else ""
-        return f"{self.mode} {self.state} {self.readers}{spread}"
+        return f"{self.mode} {self.state} {self.readers}{spread}{' busy' if self.busy else ''}"
 
 
 class Answers:
@@ -88,6 +90,10 @@ class Learner(ABC):
     def hand_over(self, state: State, answers: Answers) -> None:
         """Give ``state`` to every reader, and wait until each has answered. On the clock."""
 
+    def kept(self) -> int:
+        """Bytes of shared memory that versions take between two rounds. 0: readers have them in their own."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back. The readers have been ended before."""
@@ -141,8 +147,20 @@ class System:
     learner: Callable[[Cell, str, list[Any]], Learner]
     reader: Callable[[Any, Cell, str, int], Reader] | None = None  #: None: no readers at all
     tickets: Callable[[Cell], list[Any]] = no_tickets  #: for each reader process, and all of them for the learner
-    modes: frozenset[str] = frozenset(("view", "read", "load"))
+    modes: frozenset[Mode] = frozenset(USUAL)
     needs: tuple[str, ...] = ()  #: modules that have to be installed
     spread: bool = False  #: can have several readers in one process
+    busy: bool = True  #: has readers, whose processes can have other work too
+    warm: int = 2  #: rounds after which it takes as long as ever
+    copies: int = 0  #: of the weights that a reader has in memory of its own, at most
     page: str = ""  #: the documentation that was followed
     note: str = ""  #: how it is used, in a line
+
+    def can(self, cell: Cell) -> bool:
+        """Is this work for it?"""
+        return cell.mode in self.modes and (self.spread or not cell.processes) and (self.busy or not cell.busy)
+
+    def needs_bytes(self, cell: Cell) -> int:
+        """Memory that it takes, roughly: what readers have of their own, and a few versions beside."""
+        own = self.copies + (cell.mode == "load")
+        return cell.kind.nbytes * (own * cell.readers + 4)

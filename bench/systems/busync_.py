@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import busync
 from bench.states import State, prove, proved
-from bench.systems.base import Answers, Cell, Learner, Reader, System, SystemFailed
+from bench.systems.base import USUAL, Answers, Cell, Learner, Reader, System, SystemFailed
 
 
 class BusyncLearner(Learner):
@@ -46,6 +46,11 @@ class BusyncLearner(Learner):
             report = self._publisher.publish(state, wait="all", timeout=120)
         if len(report.acked) != self.cell.readers:
             raise SystemFailed(f"{len(report.acked)} of {self.cell.readers} acknowledged: {report}")
+
+    def kept(self) -> int:
+        """The pool."""
+        topics = self._publisher.status()["topics"].values()
+        return sum(topic["bytes"] for topic in topics)
 
     def close(self) -> None:
         """End the publisher."""
@@ -105,7 +110,7 @@ class BusyncReader(Reader):
 
 
 SYSTEM = System(
-    name="busync", learner=BusyncLearner, reader=BusyncReader, modes=frozenset(("view", "read", "load", "loan")),
+    name="busync", learner=BusyncLearner, reader=BusyncReader, warm=4, modes=frozenset((*USUAL, "loan", "loops")),
     spread=True, page="README.md",
     note="publish(wait='all'); plain subscribers that acknowledge what they have looked at",
 )  # fmt: skip

@@ -43,6 +43,10 @@ class FileLearner(Learner):
         if self._version > 1:
             os.unlink(f"{self.directory}/{self._version - 1}.safetensors")
 
+    def kept(self) -> int:
+        """Files that have not been removed."""
+        return sum(entry.stat().st_size for entry in os.scandir(self.directory) if entry.name.endswith(".safetensors"))
+
     def close(self) -> None:
         """Close the socket."""
         self._socket.close(0)

@@ -18,7 +18,7 @@ from bench.systems.base import Answers, Cell, Learner, Reader, System
 def _join(cell: Cell, directory: str, rank: int) -> Tensor:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # what the host's name stands for need not be loopback
     dist.init_process_group("gloo", f"file://{directory}/store", rank=rank, world_size=cell.readers + 1)
-    return torch.zeros(sum(math.prod(shape) for _, shape in cell.kind.shapes()), dtype=cell.kind.dtype)
+    return torch.empty(sum(math.prod(shape) for _, shape in cell.kind.shapes()), dtype=cell.kind.dtype)
 
 
 class GlooLearner(Learner):
@@ -60,6 +60,7 @@ class GlooReader(Reader):
 
 
 SYSTEM = System(
-    name="gloo", learner=GlooLearner, reader=GlooReader, page="https://pytorch.org/docs/stable/distributed.html",
+    name="gloo", learner=GlooLearner, reader=GlooReader, warm=1, copies=1,
+    page="https://pytorch.org/docs/stable/distributed.html",
     note="one flat buffer, packed and broadcast; readers have it in memory of their own",
 )  # fmt: skip

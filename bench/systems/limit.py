@@ -61,4 +61,7 @@ class Limit(Learner):
         self._workers.shutdown()
 
 
-SYSTEM = System(name="limit", learner=Limit, note="one warm copy, the faster of one and two threads")
+SYSTEM = System(
+    name="limit", learner=Limit, modes=frozenset(("view", "read", "load", "loan")), spread=True, busy=False,
+    note="one warm copy, the faster of one and two threads",
+)  # fmt: skip

@@ -1,9 +1,9 @@
-"""torch.multiprocessing queues: one per reader, a state dict put into each."""
+"""torch.multiprocessing queues: one per reader, a fresh copy of the state dict put into each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,67 +12,66 @@ from torch.multiprocessing import get_context
 from bench.states import State
 from bench.systems.base import Answers, Cell, Learner, Reader, System
 
+PAGE: Final = "https://docs.pytorch.org/docs/stable/notes/multiprocessing.html"
 
-def _queues(cell: Cell) -> list[Any]:
+
+def queues(cell: Cell) -> list[Any]:
+    """A queue for each reader."""
     context: Any = get_context("forkserver")
     return [context.Queue() for _ in range(cell.readers)]
 
 
-class QueueLearner(Learner):
-    """Copies the state into shared memory once, and puts that into every queue: the cheapest way that is safe.
+def end_queues(queues: Iterable[Any]) -> None:
+    """Drop what was not sent, and end the queues' threads."""
+    for queue in queues:
+        queue.cancel_join_thread()
+        queue.close()
 
-    A queue pickles on a thread of its own after ``put`` has returned, and hands on the very memory that it was given;
-    without the copy the learner's next step would change what readers have. Two sets of shared tensors take turns, as
-    a reader holds one version until it has the next: to make new ones for each version costs several times the copy.
+
+class QueueLearner(Learner):
+    """Puts one copy of the state dict into every queue, which moves its tensors into shared memory.
+
+    The copy is needed: a queue pickles on a thread of its own after ``put`` has returned, and hands on the very memory
+    that it was given, so that the learner's next step would change what readers have. It is fresh for each version.
     """
 
     def __init__(self, cell: Cell, directory: str, tickets: list[Any]) -> None:
         super().__init__(cell, directory, tickets)
         sharing: Any = torch.multiprocessing  # which has no types
-        sharing.set_sharing_strategy("file_system")  # a name for each tensor is faster than a descriptor
-        self._shared: State = {}  #: for the next version
-        self._held: State = {}  #: what readers have
+        sharing.set_sharing_strategy("file_system")  # the default, a descriptor per tensor, takes longer and runs out
+        self._sent: State = {}
 
     def hand_over(self, state: State, answers: Answers) -> None:
         """Copy once, put everywhere."""
-        if not self._shared:
-            self._shared = {name: _share(tensor) for name, tensor in state.items()}
-        for name, tensor in state.items():
-            self._shared[name].copy_(tensor)
+        self._sent = {name: tensor.clone() for name, tensor in state.items()}
         for queue in self.tickets:
-            queue.put(self._shared)
+            queue.put(self._sent)
         answers.take(self.cell.readers)
-        self._shared, self._held = self._held, self._shared
+
+    def kept(self) -> int:
+        """The last version."""
+        return sum(tensor.nbytes for tensor in self._sent.values())
 
     def close(self) -> None:
         """End the queues' threads."""
-        for queue in self.tickets:
-            queue.cancel_join_thread()
-            queue.close()
-
-
-def _share(tensor: Tensor) -> Tensor:
-    fresh: Any = torch.empty_like(tensor)
-    shared: Tensor = fresh.share_memory_()
-    return shared
+        end_queues(self.tickets)
 
 
 class QueueReader(Reader):
-    """Gets from its queue. It keeps the version before too, whose memory comes again and is then mapped already."""
+    """Gets from its queue."""
 
     def __init__(self, ticket: Any, cell: Cell, directory: str, number: int) -> None:
         super().__init__(ticket, cell, directory, number)
         self._held: Mapping[str, Tensor] = {}
-        self._before: Mapping[str, Tensor] = {}
 
     def receive(self) -> Mapping[str, Tensor]:
         """The next state dict; the tensors are in shared memory already."""
-        self._before, self._held = self._held, self.ticket.get()
+        self._held = self.ticket.get()
         return self._held
 
 
 SYSTEM = System(
-    name="queues", learner=QueueLearner, reader=QueueReader, tickets=_queues,
-    page="https://docs.pytorch.org/docs/stable/notes/multiprocessing.html",
-    note="one Queue per reader; one copy into shared memory that is used again, as the notes say; strategy file_system",
+    name="queues", learner=QueueLearner, reader=QueueReader, tickets=queues, page=PAGE,
+    note="one Queue per reader, and a fresh copy of the state dict put into each, which torch shares anew for each "
+    "version (strategy file_system; the default one is slower)",
 )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from bench.busy import keep_busy
 from bench.states import State, prove, proved, read_all
 from bench.systems.base import Answers, Cell, Learner, System
 
@@ -48,7 +49,7 @@ class RayLearner(Learner):
             _temp_dir=directory,
         )
         actor = self._ray.remote(RayActor)
-        self._actors = [actor.remote(cell) for _ in range(cell.readers)]
+        self._actors = [actor.remote(cell, number) for number in range(cell.readers)]
         self._reference: Any = None
 
     def attach(self) -> None:
@@ -73,8 +74,9 @@ def _bits(tensor: Tensor) -> Tensor:
 class RayActor:
     """A reader, which Ray runs in a process of its own. It returns when it can use the version it was called with."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, number: int) -> None:
         torch.set_num_threads(1)
+        keep_busy(cell, number)
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._cell = cell
         self._names = proved(name for name, _ in cell.kind.shapes())
@@ -99,7 +101,7 @@ class RayActor:
 
 
 SYSTEM = System(
-    name="ray", learner=RayLearner, needs=("ray",),
+    name="ray", learner=RayLearner, warm=4, modes=frozenset(("view", "read", "load")), needs=("ray",),
     page="https://docs.ray.io/en/latest/ray-core/patterns/pass-large-arg-by-value.html",
     note="ray.put of NumPy arrays, then a call of each actor with the reference; the actors view the object store, and "
     "answer by returning",

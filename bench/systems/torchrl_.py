@@ -84,7 +84,8 @@ class TorchrlReader(Reader):
 
 
 SYSTEM = System(
-    name="torchrl", learner=TorchrlLearner, reader=TorchrlReader, tickets=_schemes, needs=("torchrl", "tensordict"),
+    name="torchrl", learner=TorchrlLearner, reader=TorchrlReader, warm=4, tickets=_schemes,
+    needs=("torchrl", "tensordict"),
     page="https://docs.pytorch.org/rl/stable/reference/generated/torchrl.weight_update.SharedMemWeightSyncScheme.html",
     note="send() of a SharedMemWeightSyncScheme; workers share one buffer, which the next version overwrites in place, "
     "and each applies it to its policy",

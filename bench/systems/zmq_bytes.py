@@ -68,6 +68,7 @@ class ZmqReader(Reader):
 
 
 SYSTEM = System(
-    name="zmq", learner=ZmqLearner, reader=ZmqReader, page="https://pyzmq.readthedocs.io/en/latest/howto/serialization.html",
+    name="zmq", learner=ZmqLearner, reader=ZmqReader, warm=1, copies=2,
+    page="https://pyzmq.readthedocs.io/en/latest/howto/serialization.html",
     note="PUB/SUB over ipc, a frame per tensor, sent and received without copies in Python",
 )  # fmt: skip

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench.report import Work, write_report
+from bench.report import write_report
+from bench.works import Work
 
 Systems = dict[str, dict[str, Any]]
 
