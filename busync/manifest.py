@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import cached_property
 from math import prod
 from typing import Annotated
 
@@ -63,13 +64,23 @@ class TensorSpec(Struct, frozen=True, array_like=True, gc=False):
     parameter: bool  #: a parameter, or else a buffer or plain tensor
 
 
-class Manifest(Struct, frozen=True):
+class Manifest(Struct, frozen=True, dict=True):
     """A complete layout. ``digest`` names it; equal layouts have equal digests."""
 
     digest: bytes
     nbytes: int  #: bytes of the segment in use, 0 when no tensor has an element
     groups: tuple[GroupSpec, ...]
     tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorSpec]:
+        """The tensors by name, which every version of a session asks for. Not to be changed."""
+        return {spec.name: spec for spec in self.tensors}
+
+    @property
+    def shares(self) -> bool:
+        """Whether some group has several tensors."""
+        return len(self.groups) < len(self.tensors)
 
 
 def extent(size: Sequence[int], stride: Sequence[int]) -> tuple[int, int, bool]:

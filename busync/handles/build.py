@@ -34,7 +34,9 @@ class TensorBuilder:
         self.manifest = manifest
         self._buffer: memoryview | None = memoryview(buffer)
         assert len(self._buffer) >= manifest.nbytes
-        self._flat: dict[int, torch.Tensor] = {}  # by group: one-dimensional, over all of its bytes
+        self._shares = manifest.shares
+        self._slices: dict[int, memoryview] = {}  # of each group that was asked for
+        self._flat: dict[int, torch.Tensor] = {}  # the same, one-dimensional, if groups are shared
         #: by group: lives as long as the storage of the group's tensors, and does not keep it alive
         self.memory: Memory = {}
 
@@ -61,17 +63,25 @@ class TensorBuilder:
         if 0 in spec.size:
             # Not empty_strided(): torch warns when it allocates complex32.
             return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).as_strided(spec.size, spec.stride)
-        flat = self._flat.get(spec.group)
+        flat = self._flat.get(spec.group) if self._shares else None
         if flat is None:
-            group = self.manifest.groups[spec.group]
-            memory = self._buffer[group.offset_bytes : group.offset_bytes + group.nbytes]
-            made = torch.frombuffer(memory, dtype=dtype)
-            flat = self._flat.setdefault(spec.group, made)
-            if flat is made:  # and not that of another thread
-                self.memory[spec.group] = weakref.ref(memory)
+            flat = torch.frombuffer(self._group_bytes(self._buffer, spec.group), dtype=dtype)
+            if self._shares:
+                flat = self._flat.setdefault(spec.group, flat)  # perhaps that of another thread
         if flat.dtype is not dtype:
             flat = flat.view(dtype)
         return flat.as_strided(spec.size, spec.stride, spec.offset)
+
+    def _group_bytes(self, buffer: memoryview, number: int) -> memoryview:
+        """The bytes of a group: one object for all who ask, on whatever thread."""
+        memory = self._slices.get(number)
+        if memory is None:
+            group = self.manifest.groups[number]
+            made = buffer[group.offset_bytes : group.offset_bytes + group.nbytes]
+            memory = self._slices.setdefault(number, made)
+            if memory is made:
+                self.memory[number] = weakref.ref(memory)
+        return memory
 
     def address(self) -> int:
         """Where the buffer is, for copies that need no tensors; good until drop(). The buffer is not empty.
@@ -87,6 +97,7 @@ class TensorBuilder:
         """Drop the builder's own references to the memory. Nothing can be built afterwards."""
         self._buffer = None
         self._flat.clear()
+        self._slices.clear()
 
     def live_names(self) -> list[str]:
         """After drop(): the names of all tensors whose memory something outside still refers to."""
@@ -109,7 +120,7 @@ class Tensors(Mapping[str, torch.Tensor]):
     def __init__(self, builder: TensorBuilder, keep: object = None) -> None:
         self._builder = builder
         self._keep = keep
-        self._specs = {spec.name: spec for spec in builder.manifest.tensors}
+        self._specs = builder.manifest.by_name
         self._built: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -136,7 +147,7 @@ class Tensors(Mapping[str, torch.Tensor]):
     def drop(self) -> None:
         """Drop every reference to the memory: the mapping is empty afterwards."""
         self._built.clear()
-        self._specs.clear()
+        self._specs = {}
         self._builder.drop()
 
 

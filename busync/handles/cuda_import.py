@@ -93,6 +93,7 @@ class _CudaBuilder(TensorBuilder):
         self.memory = {}
         self._buffer = None
         self._flat = {}
+        self._slices = {}
         self._backend = backend
         self._opened: Import | None = opened
 
