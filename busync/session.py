@@ -133,7 +133,7 @@ class Hold:
             self._mapped.add(self.lease)
             if self.lease not in self._word.holds:  # the finalizer of a cycle has saved it
                 self._word.holds[self.lease] = self
-        builder = TensorBuilder(memoryview(mapping), self.manifest)
+        builder = TensorBuilder(mapping, self.manifest)
         self._memories.append(builder.memory)
         return builder
 

@@ -26,6 +26,7 @@ from busync.errors import (
     UsageError,
     WaitTimeout,
 )
+from busync.handles import unmapping
 from busync.ids import DEFAULT_TOPIC, Incarnation, Version
 from busync.options import SubscriberOptions, check_seconds
 from busync.protocol import effects as fx
@@ -467,8 +468,11 @@ class Subscriber(forks.ForkAware):
                 left = None if stop_at is None else stop_at - time.monotonic()
                 if left is not None and left <= 0:
                     break
-                pause(left)
+                full = len(self._core.leases) >= self._core.max_held  # and one of them ends in a moment, perhaps
+                pause(HELD_PATIENCE if full and (left is None or left > HELD_PATIENCE) else left)
                 self._attachment.turn()
+                if full and waiter.snapshot is None:
+                    self._check_held()
         finally:
             self._remove(waiter)
         if waiter.error is not None:
@@ -561,6 +565,8 @@ class Subscriber(forks.ForkAware):
         session = self._session
         if session is None or not self._core.attached or len(self._core.leases) < self._core.max_held:
             return
+        if unmapping():
+            return  # one of them may be gone in a moment; whoever waits for it is told if it was not
         # A release may have been sent that the books do not know yet. To look at all objects of a process with torch
         # takes 100 ms and more.
         for look in (None, 1, 2):

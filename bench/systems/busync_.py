@@ -71,9 +71,11 @@ class BusyncReader(Reader):
             self._subscriber = busync.blocking.Subscriber(self._endpoint, connect_timeout=60).__enter__()
 
     def receive(self) -> Mapping[str, Tensor]:
-        """The next version."""
+        """The next version. To ask for it acknowledges the one before, which was looked at by then."""
         self._snapshot = self._subscriber.next()
-        self._before, self._tensors = self._tensors, self._snapshot.tensors
+        if self.cell.mode == "loan":
+            self._before = self._tensors
+        self._tensors = self._snapshot.tensors
         return self._tensors
 
     def load(self, module: nn.Module) -> Mapping[str, Tensor]:
@@ -83,8 +85,8 @@ class BusyncReader(Reader):
         return module.state_dict()
 
     def answer(self, answers: Callable[[bytes], Any]) -> None:
-        """Acknowledge; a load has done so already."""
-        if self.cell.mode != "load":
+        """Nothing, but for loans: acknowledge before the version before is dropped. A load has acknowledged already."""
+        if self.cell.mode == "loan":
             self._snapshot.ack()
             self._before = {}
 
@@ -100,7 +102,6 @@ class BusyncReader(Reader):
                 async for snapshot in subscriber:
                     version += 1
                     prove(snapshot.tensors, names, version)
-                    await snapshot.ack()
 
         async def follow_all() -> None:
             await asyncio.gather(*(follow() for _ in range(count)))
@@ -112,5 +113,5 @@ class BusyncReader(Reader):
 SYSTEM = System(
     name="busync", learner=BusyncLearner, reader=BusyncReader, warm=4, modes=frozenset((*USUAL, "loan", "loops")),
     spread=True, page="README.md",
-    note="publish(wait='all'); plain subscribers that acknowledge what they have looked at",
+    note="publish(wait='all'); plain subscribers in a loop: to ask for the next version acknowledges the last",
 )  # fmt: skip

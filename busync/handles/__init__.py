@@ -6,6 +6,7 @@
     planner   the same for one source after another, of which most are alike
     copying   the plan's copies as jobs for worker threads
     memory    segments: made, sealed, checked, mapped
+    unmapper  a thread that unmaps large ones
     build     manifest and mapped memory -> tensors; loans
     load      a version -> the modules of a reader
     digest    SHA-256 over the content of a version
@@ -22,7 +23,6 @@ from busync.handles.load import LoadPlan, NameMap, plan_load
 from busync.handles.memory import (
     COPY_BYTES,
     PrivateCopy,
-    PrivateMapping,
     Segment,
     check_segment,
     copy_private,
@@ -33,6 +33,7 @@ from busync.handles.memory import (
 )
 from busync.handles.planner import Planner
 from busync.handles.source import Flat, Source, flatten
+from busync.handles.unmapper import unmapping
 
 __all__ = [
     "COPY_BYTES",
@@ -45,7 +46,6 @@ __all__ = [
     "Plan",
     "Planner",
     "PrivateCopy",
-    "PrivateMapping",
     "Segment",
     "Source",
     "TensorBuilder",
@@ -62,4 +62,5 @@ __all__ = [
     "open_segment",
     "plan",
     "plan_load",
+    "unmapping",
 ]

@@ -21,6 +21,7 @@ from busync.errors import AllocationError, AttachError, FdError
 from busync.fds import SEALS, OwnedFd, address_of, check_sealed, map_fd, vacate
 from busync.forks import ForkAware, fork_lock, immortal, register
 from busync.handles.layout import Views
+from busync.handles.unmapper import LARGE_BYTES, outlived
 
 
 class _Place(Struct, eq=False, gc=False):
@@ -112,10 +113,11 @@ def check_segment(fd: OwnedFd, segment: int, nbytes: int) -> None:
         raise AttachError(segment, str(error)) from error
 
 
-def map_private(fd: OwnedFd, nbytes: int, keep: object = None) -> PrivateMapping:
+def map_private(fd: OwnedFd, nbytes: int, keep: object = None) -> memoryview:
     """Map a checked segment copy-on-write: what is written stays in this process. Forked children get it too.
 
-    ``keep`` lives until the memory is not mapped any more: when it dies, /proc/PID/maps has no trace of it.
+    The mapping lives as long as the bytes that are returned, or any part of them. ``keep`` lives until the memory is
+    not mapped any more: when it dies, /proc/PID/maps has no trace of it.
 
     Raises:
         AllocationError: the kernel refuses the mapping.
@@ -124,8 +126,10 @@ def map_private(fd: OwnedFd, nbytes: int, keep: object = None) -> PrivateMapping
         mapping = map_fd(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, PrivateMapping)
     except OSError as error:
         raise _translate(error, nbytes) from error
+    if nbytes >= LARGE_BYTES and (large := outlived(mapping, keep)) is not None:
+        return large
     mapping._place = _Place(address_of(mapping), nbytes, keep)
-    return mapping
+    return memoryview(mapping)
 
 
 class _Kept(Struct, eq=False, gc=False):

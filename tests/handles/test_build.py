@@ -5,6 +5,7 @@ import gc
 import io
 import mmap
 import weakref
+from typing import cast
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def published() -> tuple[TensorBuilder, weakref.ref[mmap.mmap], dict[str, Tensor
     mapping = map_private(segment.fd, PAGE)
     segment.fd.close()
     builder = TensorBuilder(mapping, planned.manifest)
-    return builder, weakref.ref(mapping), {spec.name: spec for spec in planned.manifest.tensors}
+    return builder, weakref.ref(cast("mmap.mmap", mapping.obj)), {spec.name: spec for spec in planned.manifest.tensors}
 
 
 def test_the_mapping_lives_as_long_as_any_tensor() -> None:
