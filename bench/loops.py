@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import multiprocessing
 import os
@@ -119,6 +120,8 @@ Life = Callable[[Cell, str, float, int], Coroutine[Any, Any, dict[str, Any]]]
 def _live(life: Life, cell: Cell, directory: str, seconds: float, least: int, link: Connection) -> None:
     raise_limits()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or a collection over all that torch has made holds every thread for 100 ms, with or without busync
     try:
         link.send(asyncio.run(life(cell, os.path.join(directory, "bus"), seconds, least)))
     except Exception as error:
