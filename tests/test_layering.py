@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "busync"
 #: Module or package -> layer. A module may import from layers below its own, and from its own package.
 LAYERS = {
     "errors": 0, "ids": 0,
-    "options": 1, "fds": 1, "forks": 1, "manifest": 1,
+    "options": 1, "fds": 1, "forks": 1, "interrupts": 1, "manifest": 1,
     "wire": 2,
     "protocol": 3, "handles": 3, "transport": 3,
     "pool": 4,

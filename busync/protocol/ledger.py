@@ -79,7 +79,7 @@ TABLE: tuple[Row, ...] = (
 )
 
 _ROWS: dict[tuple[State, Event], tuple[Row, ...]] = {
-    (state, event): tuple(row for row in TABLE if (row.state, row.event) == (state, event))
+    (state, event): tuple(row for row in TABLE if row.state is state and row.event is event)
     for state in State
     for event in Event
 }

@@ -27,8 +27,8 @@ MUTANTS = {
     ),
     "test_b04_a_kept_tensor_costs_memory_and_no_descriptor": Mutant(
         "busync/session.py",
-        "keep=self)",
-        "keep=(self, self.segment.fd.dup()))",
+        "self.segment.nbytes, keep=self)",
+        "self.segment.nbytes, keep=(self, self.segment.fd.dup()))",
         "each mapping in place keeps a descriptor",
     ),
     "test_b05_tensors_are_no_mappings": Mutant(
@@ -80,7 +80,7 @@ def test_b03_descriptors_do_not_grow_with_tensors_or_versions(cast: Cast) -> Non
 
 def test_b04_a_kept_tensor_costs_memory_and_no_descriptor() -> None:
     """What is kept of old versions is named on both sides and limited; it has no descriptor beyond its segment's."""
-    versions, numel = scaled(60, 500), scaled(10_000, 1 << 18)
+    versions, numel = scaled(60, 500), scaled(20_000, 1 << 18)
     kept: list[torch.Tensor] = []
     with bus() as (pub, (sub,)):
         files = 0

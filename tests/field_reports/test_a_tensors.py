@@ -49,9 +49,9 @@ MUTANTS = {
             "every parameter comes back as needing a gradient",
         ),
         Mutant(
-            "busync/publishing.py",
-            "        return flat, plan(flat)",
-            "        [t.detach_() for t in flat.tensors.values() if not t._is_view()]\n        return flat, plan(flat)",
+            "busync/handles/planner.py",
+            "        return flat, planned",
+            "        [t.detach_() for t in flat.tensors.values() if not t._is_view()]\n        return flat, planned",
             "publishing cuts the source out of its graph",
         ),
     ),

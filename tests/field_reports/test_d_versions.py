@@ -28,7 +28,7 @@ LEDGER = "busync/protocol/ledger.py"
 
 MUTANTS = {
     "test_b62_the_loops_body_runs_once_per_adopted_version": Mutant(
-        "busync/subscriber.py", 'lambda: self.adopted, f"a version newer', 'lambda: Version(0), f"a version newer',
+        "busync/subscriber.py", "_Waiter(lambda: self.adopted,", "_Waiter(lambda: Version(0),",
         "a version is handed out more than once",
     ),
     "test_b64_what_is_held_is_never_changed": (

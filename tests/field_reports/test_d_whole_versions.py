@@ -56,8 +56,8 @@ MUTANTS = {
             "parameters lose their flag by being published",
         ),
         Mutant(
-            PUBLISHING, "        flat = flatten(source, values)\n",
-            "        flat = flatten(source, values)\n        [t.share_memory_() for t in flat.tensors.values()]\n",
+            "busync/handles/planner.py", "        flat = flat or flatten(source, values)\n",
+            "        flat = flat or flatten(source, values)\n        [t.share_memory_() for t in flat.tensors.values()]\n",
             "the source's own storage is moved to shared memory",
         ),
     ),
