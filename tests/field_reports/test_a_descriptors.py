@@ -33,9 +33,9 @@ MUTANTS = {
     ),
     "test_b05_tensors_are_no_mappings": Mutant(
         "busync/handles/build.py",
-        "memory = self._buffer[group.offset_bytes : group.offset_bytes + group.nbytes]",
-        "memory = memoryview(mmap.mmap(-1, group.nbytes))\n"
-        "            memory[:] = self._buffer[group.offset_bytes : group.offset_bytes + group.nbytes]",
+        "made = buffer[group.offset_bytes : group.offset_bytes + group.nbytes]",
+        "made = memoryview(mmap.mmap(-1, group.nbytes))\n"
+        "            made[:] = buffer[group.offset_bytes : group.offset_bytes + group.nbytes]",
         "every tensor has a mapping of its own",
     ),
     "test_b06_the_sharing_strategy_of_the_program_is_its_own": Mutant(
