@@ -39,9 +39,9 @@ MUTANTS = {
         "every tensor has a mapping of its own",
     ),
     "test_b06_the_sharing_strategy_of_the_program_is_its_own": Mutant(
-        "busync/publishing.py",
-        "        flat = flatten(source",
-        "        [t.share_memory_() for t in source.values()]\n        flat = flatten(source",
+        "busync/handles/planner.py",
+        "        flat = flat or flatten(source",
+        "        [t.share_memory_() for t in source.values()]\n        flat = flat or flatten(source",
         "tensors are shared by torch's own means, which may need a helper process",
     ),
 }
