@@ -468,7 +468,7 @@ class Subscriber(forks.ForkAware):
                 left = None if stop_at is None else stop_at - time.monotonic()
                 if left is not None and left <= 0:
                     break
-                full = len(self._core.leases) >= self._core.max_held  # and one of them ends in a moment, perhaps
+                full = self._core.held >= self._core.max_held  # and one of them ends in a moment, perhaps
                 pause(HELD_PATIENCE if full and (left is None or left > HELD_PATIENCE) else left)
                 self._attachment.turn()
                 if full and waiter.snapshot is None:
@@ -563,7 +563,7 @@ class Subscriber(forks.ForkAware):
     def _check_held(self) -> None:
         """Refuse to wait for what the publisher will not grant, unless what was asked for ahead has come meanwhile."""
         session = self._session
-        if session is None or not self._core.attached or len(self._core.leases) < self._core.max_held:
+        if session is None or not self._core.attached or self._core.held < self._core.max_held:
             return
         if unmapping():
             return  # one of them may be gone in a moment; whoever waits for it is told if it was not
@@ -573,7 +573,7 @@ class Subscriber(forks.ForkAware):
             if look is not None:
                 gc.collect(look)
             self._attachment.turn()
-            if len(self._core.leases) < self._core.max_held or self._prefetched is not None:
+            if self._core.held < self._core.max_held or self._prefetched is not None:
                 return
         raise PinnedError(self._core.max_held, [str(hold) for hold in list(session.holds.values())])
 

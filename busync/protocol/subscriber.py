@@ -78,6 +78,11 @@ class SubscriberProtocol:
         """Whether there are effects to be taken."""
         return bool(self._effects)
 
+    @property
+    def held(self) -> int:
+        """Leases that the application has: without that of a version which is still arriving."""
+        return len(self.leases) - (self._announce is not None)
+
     # The session
 
     def start(self) -> None:

@@ -242,11 +242,11 @@ def _state_then_error() -> Iterator[tuple[str, torch.Tensor]]:
     raise KeyError("the source broke")
 
 
-def _half_of_the_jobs(plan: Plan, buffer: Any, workers: int) -> list[Callable[[], None]]:
+def _half_of_the_jobs(plan: Plan, buffer: Any, workers: int, views: Any) -> list[Callable[[], None]]:
     def broken() -> None:
         raise OSError("the copy broke")
 
-    return [*_jobs(plan, buffer, workers), broken]
+    return [*_jobs(plan, buffer, workers, views), broken]
 
 
 _jobs = Plan.jobs
