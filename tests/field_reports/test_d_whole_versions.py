@@ -57,7 +57,8 @@ MUTANTS = {
         ),
         Mutant(
             "busync/handles/planner.py", "        flat = flat or flatten(source, values)\n",
-            "        flat = flat or flatten(source, values)\n        [t.share_memory_() for t in flat.tensors.values()]\n",
+            "        flat = flat or flatten(source, values)\n"
+            "        [t.share_memory_() for t in flat.tensors.values()]\n",
             "the source's own storage is moved to shared memory",
         ),
     ),
