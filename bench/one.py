@@ -88,15 +88,16 @@ def playing(system: System, cell: Cell, effort: Effort) -> Iterator[Play]:
     tickets = system.tickets(cell) if system.reader is not None else []
     ours, theirs = context.Pipe()
     learner = context.Process(target=_learn, args=(system.name, cell, effort, directory, tickets, theirs))
-    learner.start()
-    theirs.close()
     readers: list[BaseProcess] = []
     try:
+        _start(learner)
+        theirs.close()
         _hear(ours)  # that the learner can be found
         for number, ticket in enumerate(tickets):
             arguments = (system.name, ticket, cell, directory, number)
-            readers.append(context.Process(target=_read, args=arguments, daemon=True))
-            readers[-1].start()
+            reader = context.Process(target=_read, args=arguments, daemon=True)
+            _start(reader)
+            readers.append(reader)
         _hear(ours)  # that all have attached
         yield Play(learner, readers, ours)
     finally:
@@ -105,10 +106,18 @@ def playing(system: System, cell: Cell, effort: Effort) -> Iterator[Play]:
         for process in readers:
             process.join()
         ours.close()  # which is the learner's sign to end
-        learner.join(END)
-        learner.kill()
-        learner.join()
+        if learner.pid is not None:
+            learner.join(END)
+            learner.kill()
+            learner.join()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start(process: BaseProcess) -> None:
+    try:
+        process.start()
+    except ValueError as error:  # what it is given has more descriptors than multiprocessing passes on
+        raise SystemFailed(f"a process cannot be started: {error}") from None
 
 
 def measure(system: System, cell: Cell, effort: Effort) -> Measured:
