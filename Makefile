@@ -66,8 +66,9 @@ SEED ?= 1
 STEPS ?= 10000
 MINUTES ?= 20
 
-faults: $(STAMP)  ## processes killed, stopped, forked and starved at random: SEED=1 STEPS=10000 MINUTES=20
+faults: $(STAMP)  ## processes killed, stopped, forked and starved at random, then the field reports' long forms
 	$(BIN)/python -m tests.faults --seed $(SEED) --steps $(STEPS) --minutes $(MINUTES)
+	BUSYNC_LONG=1 $(BIN)/python -m pytest tests/field_reports
 
 mutants: $(STAMP)  ## every change of busync that a test names, one at a time: the test must fail
 	$(BIN)/python -m tests.support.mutants
