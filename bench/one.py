@@ -51,6 +51,7 @@ class Effort:
     seconds: float = 2.0  #: after which no round begins
     least: int = 5  #: rounds, however long they take
     slow: float = 0.5  #: seconds of a warm round after which 2 rounds are enough
+    very_slow: float = 2.0  #: seconds of any round after which the next one is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +188,9 @@ def _learn(name: str, cell: Cell, effort: Effort, directory: str, tickets: list[
 
 def _hand_over(learner: Learner, state: State, answers: Answers, warm: int, effort: Effort, result: Measured) -> None:
     """Rounds without end, of which the first ``warm`` do not count."""
-    stop_at, least = float("inf"), effort.least
-    for version in range(1, warm + effort.most + 1):
+    stop_at, least, version = float("inf"), effort.least, 0
+    while len(result.seconds) < effort.most:
+        version += 1
         stamp(state, version)
         learner.prepare(state)
         begun = time.perf_counter()
@@ -196,13 +198,13 @@ def _hand_over(learner: Learner, state: State, answers: Answers, warm: int, effo
         took = time.perf_counter() - begun
         if version == 1:
             result.first = took
-        if version == warm:
-            stop_at = time.perf_counter() + effort.seconds
-            least = min(least, 2) if took > effort.slow else least
         if version > warm:
             result.seconds.append(took)
             if time.perf_counter() > stop_at and len(result.seconds) >= least:
                 break
+        elif version == warm or took > effort.very_slow:
+            warm, stop_at = version, time.perf_counter() + effort.seconds
+            least = 1 if took > effort.very_slow else min(least, 2) if took > effort.slow else least
 
 
 def _address(directory: str) -> str:
