@@ -20,6 +20,7 @@ logger = logging.getLogger("busync")
 
 FIRST_BACKOFF, LAST_BACKOFF = 0.02, 1.0  #: seconds between attempts to attach
 ATTACH_TIMEOUT = 5.0  #: seconds that one attempt may take
+LONGEST_PAUSE = 3600.0  #: seconds; poll(2) takes no more than 24 days
 RETRY = 0.005  #: seconds until packets that found no room are tried again
 
 
@@ -122,7 +123,7 @@ class Attachment:
             return
         if self.session is not None and self.session.door.pending:
             seconds = RETRY if seconds is None else min(seconds, RETRY)
-        self._poll.poll(None if seconds is None else seconds * 1000)
+        self._poll.poll(None if seconds is None else min(seconds, LONGEST_PAUSE) * 1000)
 
     def _next_turn(self) -> None:
         self._scheduled = False

@@ -6,7 +6,8 @@
 
 They promise and raise what their asyncio namesakes do; where those can be cancelled, these can be interrupted
 (Ctrl-C). Nothing of a subscriber runs between its calls: a version that is asked for is fetched in the call that asks.
-While it is attached its calls wait for its sockets themselves; a private loop runs only where it has to connect again.
+While it is attached, the calls that wait for versions or load them wait for its sockets themselves; a private loop runs
+in the others, and where it has to connect again.
 """
 
 from __future__ import annotations
@@ -304,6 +305,8 @@ class Subscriber(forks.ForkAware):
     def poll(self, timeout: float = POLL_WINDOW) -> Snapshot | None:
         """As ``busync.Subscriber.poll``."""
         check_seconds("timeout", timeout)
+        if not self._inner._core.attached:
+            self._run(asyncio.sleep(0))  # in which it may reconnect
         snapshot = self._here(lambda ctrl_c: self._inner._poll_here(timeout, self._pause(ctrl_c)))
         return Snapshot(self, snapshot) if snapshot is not None else None
 

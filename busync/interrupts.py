@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -52,9 +53,19 @@ class CtrlC:
         Raises:
             KeyboardInterrupt: Ctrl-C came before or meanwhile.
         """
-        self._waiting = True
-        if self._struck:
+        try:
+            self._waiting = True
+            if self._struck:
+                raise KeyboardInterrupt
+            pause()
+        finally:
             self._waiting = False
-            raise KeyboardInterrupt
-        pause()
-        self._waiting = False
+
+
+def _after_in_child() -> None:
+    """Another thread has forked while the main one was inside a block, which the child does not have."""
+    if isinstance(getattr(_getsignal(_SIGINT), "__self__", None), CtrlC):
+        _signal(_SIGINT, signal.default_int_handler)
+
+
+os.register_at_fork(after_in_child=_after_in_child)

@@ -26,6 +26,7 @@ from busync.handles import (
     TensorBuilder,
     check_segment,
     copy_private,
+    expect_large,
     live_names,
     map_private,
     map_readonly,
@@ -128,8 +129,9 @@ class Hold:
             builder = TensorBuilder(copy_private(self.segment.readonly(), nbytes, keep=self), self.manifest)
             self._memories.append(builder.memory)
             return builder
+        large = expect_large(self.segment.nbytes)
         with forks.fork_lock:
-            mapping = map_private(self.segment.fd, self.segment.nbytes, keep=self)
+            mapping = map_private(self.segment.fd, self.segment.nbytes, keep=self, large=large)
             self._mapped.add(self.lease)
             if self.lease not in self._word.holds:  # the finalizer of a cycle has saved it
                 self._word.holds[self.lease] = self

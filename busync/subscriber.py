@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -30,16 +29,17 @@ from busync.handles import unmapping
 from busync.ids import DEFAULT_TOPIC, Incarnation, Version
 from busync.options import SubscriberOptions, check_seconds
 from busync.protocol import effects as fx
-from busync.protocol.subscriber import SubscriberProtocol
+from busync.protocol.subscriber import SubscriberProtocol, make_nack
 from busync.session import Hold, Session
 from busync.snapshot import Snapshot
 from busync.transport.endpoint import Endpoint
-from busync.wire import NackCode
+from busync.wire import NackCode, encode
 
 #: Waits until something has arrived, for so many seconds at most (None: for ever).
 Pause = Callable[[float | None], None]
 
 HELD_PATIENCE = 1.0  #: seconds that a call waits for versions to be let go of here, before it raises PinnedError
+UNMAP_PATIENCE = 0.5  #: seconds that the end waits for large versions to be unmapped, and their leases to end
 POLL_WINDOW = 0.002  #: seconds that a version which is there gets to arrive, unless poll() is given others
 #: Refusals that trying again cannot change.
 FINAL_REFUSALS = frozenset({"uid", "wire-version", "topics"})
@@ -199,8 +199,15 @@ class Subscriber(forks.ForkAware):
             waiter.fail(error)
         self._waiters.clear()
         cancelled = False
+        stop_at = time.monotonic() + UNMAP_PATIENCE
+        while self._opened and unmapping() and time.monotonic() < stop_at:
+            try:
+                await asyncio.sleep(0.002)  # or leases that were let go of would end without a word
+            except asyncio.CancelledError:
+                cancelled = True
+                break
         if self._opened:
-            cancelled = await self._attachment.close(error)
+            cancelled = await self._attachment.close(error) or cancelled
             self._opened = False
             del self._attachment  # it refers back
         if self._executor is not None:
@@ -327,17 +334,11 @@ class Subscriber(forks.ForkAware):
 
     def fail(self, hold: Hold, code: NackCode, text: str) -> None:
         """Send Nack for the hold's version, unless its session is over. Tensors may be asked for on any thread."""
-        try:
-            self.ensure_here()
-        except UsageError:
-            with suppress(RuntimeError):  # the loop is closed
-                self._attachment.loop.call_soon_threadsafe(self.fail, hold, code, text)
-            return
-        if self._session is not None and hold.session() is self._session:
-            if self._handed == (self._session, hold.version):
+        session = hold.session()
+        if session is not None:
+            if self._handed == (session, hold.version):
                 self._handed = None  # asking for the next one does not acknowledge it
-            self._core.nack(hold.version, code, text)
-            self._attachment.say()
+            session.door.send(encode(make_nack(hold.version, code, text)))  # not by the core, which has one thread
 
     def run(self, job: Callable[[], None]) -> asyncio.Future[None]:
         """Run a blocking job on a thread of this subscriber's own.
@@ -373,8 +374,6 @@ class Subscriber(forks.ForkAware):
             for old in [v for v in self._digests if v < version and self._digests[v].done()]:
                 del self._digests[old]
             future = self._digests[version] = self._attachment.loop.create_future()
-            # Nobody may ever ask; an exception that nobody reads is not worth a warning.
-            future.add_done_callback(lambda f: f.cancelled() or f.exception())
         return future
 
     # Inside: asking
@@ -462,8 +461,8 @@ class Subscriber(forks.ForkAware):
         """Give turns until the waiter has its version, its time is over, or the session is."""
         session = self._session
         stop_at = None if patience is None else time.monotonic() + patience
-        self._add(waiter)
         try:
+            self._add(waiter)
             while waiter.snapshot is None and self._session is session:
                 left = None if stop_at is None else stop_at - time.monotonic()
                 if left is not None and left <= 0:
@@ -611,7 +610,7 @@ class Subscriber(forks.ForkAware):
             return
         have: Version | None = min((waiter.have for waiter in self._waiters), default=None)
         if have is None and self.options.prefetch and self._prefetched is None and len(core.leases) < core.max_held:
-            have = self.adopted
+            have = max(self.adopted, core.adopted)  # what a caller is about to get is not asked for again
         self._unsaid = session.door.pending > 0  # the publisher does not read: Wants and Withdraws would pile up
         if not self._unsaid:
             core.demand(have)
@@ -647,6 +646,7 @@ class Subscriber(forks.ForkAware):
         for version, future in list(self._digests.items()):
             if not future.done():
                 future.set_exception(error)
+                future.exception()  # nobody may ever ask, and one that nobody reads is not worth a warning
             del self._digests[version]
         if type(error) is BusyncError or (isinstance(error, RefusedError) and error.code in FINAL_REFUSALS):
             self._final = error

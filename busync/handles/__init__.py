@@ -33,7 +33,7 @@ from busync.handles.memory import (
 )
 from busync.handles.planner import Planner
 from busync.handles.source import Flat, Source, flatten
-from busync.handles.unmapper import unmapping
+from busync.handles.unmapper import expect_large, unmapping
 
 __all__ = [
     "COPY_BYTES",
@@ -54,6 +54,7 @@ __all__ = [
     "content_digest",
     "copy_private",
     "create_segment",
+    "expect_large",
     "flatten",
     "like_plan",
     "live_names",

@@ -21,7 +21,7 @@ from busync.errors import AllocationError, AttachError, FdError
 from busync.fds import SEALS, OwnedFd, address_of, check_sealed, map_fd, vacate
 from busync.forks import ForkAware, fork_lock, immortal, register
 from busync.handles.layout import Views
-from busync.handles.unmapper import LARGE_BYTES, outlived
+from busync.handles.unmapper import expect_not, outlived
 
 
 class _Place(Struct, eq=False, gc=False):
@@ -113,21 +113,25 @@ def check_segment(fd: OwnedFd, segment: int, nbytes: int) -> None:
         raise AttachError(segment, str(error)) from error
 
 
-def map_private(fd: OwnedFd, nbytes: int, keep: object = None) -> memoryview:
+def map_private(fd: OwnedFd, nbytes: int, keep: object = None, *, large: bool = False) -> memoryview:
     """Map a checked segment copy-on-write: what is written stays in this process. Forked children get it too.
 
     The mapping lives as long as the bytes that are returned, or any part of them. ``keep`` lives until the memory is
-    not mapped any more: when it dies, /proc/PID/maps has no trace of it.
+    not mapped any more: when it dies, /proc/PID/maps has no trace of it. ``large``: what ``expect_large`` said.
 
     Raises:
         AllocationError: the kernel refuses the mapping.
     """
     try:
         mapping = map_fd(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, PrivateMapping)
-    except OSError as error:
-        raise _translate(error, nbytes) from error
-    if nbytes >= LARGE_BYTES and (large := outlived(mapping, keep)) is not None:
-        return large
+    except BaseException as error:
+        if large:
+            expect_not()
+        if isinstance(error, OSError):
+            raise _translate(error, nbytes) from error
+        raise
+    if large:
+        return outlived(mapping, keep)
     mapping._place = _Place(address_of(mapping), nbytes, keep)
     return memoryview(mapping)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter, call, is_
@@ -25,7 +26,7 @@ _facts = attrgetter("shape", "dtype", "is_cpu", "requires_grad")
 _stride, _address = torch.Tensor.stride, torch.Tensor.data_ptr
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _storage, _storage_nbytes = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
-_offset = torch.Tensor.storage_offset
+_offset, _is_zero = torch.Tensor.storage_offset, torch.Tensor._is_zerotensor
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +72,7 @@ class Planner:
 
 def _same(last: _Last, source: Source, values: Mapping[str, Value]) -> Flat | None:
     """A source that is a plain mapping of the last tensors, flattened; None if it is anything else."""
-    if not isinstance(source, dict) or list(source) != last.names:
+    if not isinstance(source, dict) or type(source) not in (dict, OrderedDict) or list(source) != last.names:
         return None
     tensors = dict(source)  # another thread may change the source
     if list(tensors) != last.names or not all(map(is_, tensors.values(), map(call, last.tensors))):
@@ -91,6 +92,8 @@ def _again(last: _Last, flat: Flat) -> Plan | None:
     if list(map(_facts, tensors)) != last.facts or list(map(_stride, tensors)) != last.strides:
         return None
     if any(map(_is_conj, tensors)) or any(map(_is_neg, tensors)):
+        return None
+    if any(map(_is_zero, tensors)):
         return None
     addresses = list(map(_address, tensors))
     rooms = map(_storage_nbytes, map(_storage, tensors))

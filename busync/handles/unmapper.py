@@ -32,7 +32,7 @@ class Unmapper(forks.ForkAware):
     """The thread, and what waits for it. Forked children have neither: there, large mappings go at once."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[mmap.mmap, object]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[mmap.mmap, object] | None] = SimpleQueue()
         self._lock = threading.Lock()  #: never taken by a finalizer
         self._living = 0
         self._pending: deque[None] = deque()  #: one for each that was taken and is not gone yet
@@ -42,15 +42,17 @@ class Unmapper(forks.ForkAware):
     def expect(self) -> bool:
         """There is one more large mapping; False if there can be no thread for it."""
         with self._lock:
-            self._living += 1
-            if self._living > 1:
-                return True
-            try:
-                threading.Thread(target=self._run, name="busync-unmap", daemon=True).start()
-            except RuntimeError:  # the system has no thread left, or the interpreter ends
-                self._living = 0
-                return False
+            if not self._living:
+                try:
+                    threading.Thread(target=self._run, name="busync-unmap", daemon=True).start()
+                except RuntimeError:  # the system has no thread left, or the interpreter ends
+                    return False
+            self._living += 1  # last: who is interrupted before has at most one thread too many
         return True
+
+    def expect_not(self) -> None:
+        """The mapping did not come."""
+        self._queue.put(None)
 
     def take(self, mapping: mmap.mmap, keep: object) -> bool:
         """Unmap a mapping that was expected, then let go of ``keep``; False if the thread is not in this process."""
@@ -67,11 +69,15 @@ class Unmapper(forks.ForkAware):
 
     def _run(self) -> None:
         while True:
-            _unmap(*self._queue.get())
-            self._pending.popleft()
+            taken = self._queue.get()
+            if taken is not None:
+                _unmap(*taken)
+                taken = None  # and with it the lease
+                self._pending.popleft()
             with self._lock:
                 self._living -= 1
-                if not self._living:
+                if self._living <= 0 and not self._pending:
+                    self._living = 0
                     return
 
     def after_fork_in_child(self) -> None:
@@ -108,13 +114,24 @@ class _Last(Struct, eq=False, gc=False):
             vacate(address_of(self.mapping), len(self.mapping))
 
 
-def outlived(mapping: mmap.mmap, keep: object) -> memoryview | None:
-    """The bytes of a large mapping, which is unmapped on the thread when nothing refers to them any more.
+def expect_large(nbytes: int) -> bool:
+    """Whether a mapping of so many bytes that is made now is unmapped on the thread, which is there then.
 
-    ``keep`` lives until then. None if there can be no thread.
+    To be called before ``map_private``, outside of locks: to start a thread is to wait for it.
     """
-    if not unmapper.expect():
-        return None
+    return nbytes >= LARGE_BYTES and unmapper.expect()
+
+
+def expect_not() -> None:
+    """The mapping that was expected could not be made."""
+    unmapper.expect_not()
+
+
+def outlived(mapping: mmap.mmap, keep: object) -> memoryview:
+    """The bytes of a mapping that was expected. It is unmapped on the thread when nothing refers to them any more.
+
+    ``keep`` lives until then.
+    """
     large = _kind(len(mapping)).from_buffer(mapping)
     large._last = _Last(mapping, keep, unmapper)
     return memoryview(large).cast("B")

@@ -37,6 +37,11 @@ from busync.wire import (
 PEER = "the publisher"
 
 
+def make_nack(version: Version, code: NackCode, text: str) -> Nack:
+    """A Nack whose text can be sent."""
+    return Nack(version=version, code=code, text=text.encode("utf-8", "replace").decode()[:MAX_TEXT])
+
+
 class SubscriberProtocol:
     """The decisions of one subscriber of one topic."""
 
@@ -178,7 +183,7 @@ class SubscriberProtocol:
 
     def nack(self, version: Version, code: NackCode, text: str) -> None:
         """The application cannot use ``version``."""
-        self._say(Nack(version=version, code=code, text=text.encode("utf-8", "replace").decode()[:MAX_TEXT]))
+        self._say(make_nack(version, code, text))
 
     def ended(self, lease: LeaseId) -> None:
         """A lease's Release was sent (by the finalizer of its last user)."""

@@ -84,7 +84,7 @@ class Waits:
 
     def deadline(self) -> float | None:
         """When the first of them ends at the latest."""
-        return min([wait.deadline_at for wait in self._waits.values()], default=None) if self._waits else None
+        return min([wait.deadline_at for wait in self._waits.values()], default=None)
 
     def expire(self, now: float) -> None:
         """End the waits whose time is up."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -288,3 +289,23 @@ def test_a_handler_that_raises_in_the_middle_of_a_message_costs_the_session_alon
                 sub.next(5)
         assert sub.next(5).version == 1
         assert pub.status()["counters"]["attached"] == 2
+
+
+def test_a_child_that_another_thread_forks_has_its_own_ctrl_c() -> None:
+    """The parent's main thread waits in a call, which the child does not have."""
+    with blocking.Publisher("p"), blocking.Subscriber("p") as sub:
+        statuses: list[int] = []
+
+        def fork() -> None:
+            time.sleep(0.2)
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 1)
+            statuses.append(os.waitpid(pid, 0)[1])
+
+        thread = threading.Thread(target=fork)
+        thread.start()
+        with pytest.raises(busync.WaitTimeout):
+            sub.next(0.6)
+        thread.join()
+        assert statuses == [0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -153,3 +154,37 @@ def test_many_small_tensors_are_copied_in_batches(workers: int) -> None:
         builder = TensorBuilder(memory, planned.manifest)
         for spec in planned.manifest.tensors:
             assert torch.equal(builder.build(spec), tensors[spec.name])
+
+
+def test_a_tensor_without_memory_is_refused_when_it_was_fine_before() -> None:
+    planner, tensors = Planner(), weights()
+    planner.plan(tensors, {})
+    tensors["a"].data = torch._efficientzerotensor(4)
+    with pytest.raises(ExportError, match="zero tensor"):
+        planner.plan(tensors, {})
+
+
+def test_a_mapping_of_another_kind_is_asked_for_its_items() -> None:
+    class Doubled(dict[str, torch.Tensor]):
+        """Shows other tensors than it stores."""
+
+        def items(self) -> Any:
+            return [(name, tensor * 2) for name, tensor in super().items()]
+
+    planner, tensors = Planner(), {"a": torch.ones(3)}
+    planner.plan(tensors, {})
+    planned = planner.plan(Doubled(tensors), {})[1]
+    memory = bytearray(planned.manifest.nbytes)
+    for job in planned.jobs(memoryview(memory), 1):
+        job()
+    assert torch.frombuffer(memory, dtype=torch.float32, count=3).tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("source", [{"outer": weights()}, [*weights().items()], {**weights(), "plain": 3}])
+def test_other_kinds_of_sources_are_planned_alike(source: Any) -> None:
+    planner = Planner()
+    first, again = planner.plan(source, {"more": 1}), planner.plan(source, {"more": 2})
+    assert again[1].manifest == first[1].manifest
+    assert again[0].values == {**first[0].values, "more": 2}
+    with pytest.raises(ExportError, match="two entries"):
+        planner.plan(weights(), {"a": 1})

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from busync.handles import Segment, create_segment, map_private, open_segment
+from busync.errors import AllocationError, ClosedError
+from busync.handles import Segment, create_segment, expect_large, map_private, open_segment, unmapping
 from busync.handles.unmapper import LARGE_BYTES
 from tests.forking import check_in_child
 
@@ -27,6 +28,10 @@ def segment() -> Iterator[Segment]:
     yield segment
     segment.fd.close()
     del segment
+
+
+def large(segment: Segment, keep: object = None) -> memoryview:
+    return map_private(segment.fd, LARGE_BYTES, keep, large=expect_large(LARGE_BYTES))
 
 
 def mapped() -> int:
@@ -49,7 +54,7 @@ def threads() -> int:
 def test_a_large_mapping_goes_with_the_last_tensor_and_before_its_lease(segment: Segment) -> None:
     lease, at_its_end = Lease(), []
     weakref.finalize(lease, lambda: at_its_end.append((mapped(), threading.current_thread().name)))
-    memory = map_private(segment.fd, LARGE_BYTES, keep=lease)
+    memory = large(segment, lease)
     assert bytes(memory[:5]) == b"hello"
     first, second = torch.frombuffer(memory[:8], dtype=torch.uint8), torch.frombuffer(memory[64:], dtype=torch.uint8)
     second.fill_(3)
@@ -64,12 +69,12 @@ def test_a_large_mapping_goes_with_the_last_tensor_and_before_its_lease(segment:
 
 
 def test_one_thread_for_all_of_them(segment: Segment) -> None:
-    memories = [map_private(segment.fd, LARGE_BYTES) for _ in range(5)]
+    memories = [large(segment) for _ in range(5)]
     assert threads() == 1
     while memories:
         memories.pop()
     assert eventually(lambda: mapped() == 0 and threads() == 0)
-    assert bytes(map_private(segment.fd, LARGE_BYTES)[:5]) == b"hello"
+    assert bytes(large(segment)[:5]) == b"hello"
     assert eventually(lambda: mapped() == 0 and threads() == 0)
 
 
@@ -79,19 +84,44 @@ def test_without_a_thread_it_goes_at_once(segment: Segment, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        memory = map_private(segment.fd, LARGE_BYTES)
+        memory = large(segment)
     assert bytes(memory[:5]) == b"hello"
     del memory
     assert mapped() == 0
 
 
+def test_an_interruption_as_the_thread_is_started_does_not_stop_the_next(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            expect_large(LARGE_BYTES)
+    memory = large(segment)
+    assert threads() == 1
+    del memory
+    assert eventually(lambda: mapped() == 0 and threads() == 0 and not unmapping())
+
+
+def test_a_mapping_that_cannot_be_made_is_not_waited_for(segment: Segment) -> None:
+    closed = segment.fd.dup()
+    closed.close()
+    assert expect_large(LARGE_BYTES)
+    with pytest.raises((AllocationError, ClosedError, OSError)):
+        map_private(closed, LARGE_BYTES, large=True)
+    assert eventually(lambda: threads() == 0)
+
+
 def test_a_forked_child_has_what_it_inherits_and_a_thread_of_its_own(segment: Segment) -> None:
-    memories = [map_private(segment.fd, LARGE_BYTES)]
+    memories = [large(segment)]
 
     def check() -> None:
         assert mapped() == 1
         assert bytes(memories[0][:5]) == b"hello"
-        memories.append(map_private(segment.fd, LARGE_BYTES))
+        memories.append(large(segment))
         assert threads() == 1
         del memories[0]  # at once: its thread is not here
         assert mapped() == 1

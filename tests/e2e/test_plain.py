@@ -1,0 +1,91 @@
+"""What plain subscribers do between and without turns of an event loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import busync
+from busync import blocking
+from busync.handles.unmapper import LARGE_BYTES
+from tests.support import patterns
+
+
+def test_one_that_only_polls_reconnects() -> None:
+    with blocking.Publisher("p") as pub:
+        pub.publish(patterns.state(1, 1))
+        sub = blocking.Subscriber("p").__enter__()
+        assert sub.next(5).version == 1
+    with blocking.Publisher("p") as pub:
+        pub.publish(patterns.state(1, 1))
+        stop_at = time.monotonic() + 5
+        while (snapshot := sub.poll()) is None:
+            assert time.monotonic() < stop_at
+            time.sleep(0.01)
+        assert snapshot.incarnation == pub.incarnation
+        sub.close()
+
+
+def test_a_timeout_of_months() -> None:
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        later = threading.Timer(0.1, pub.publish, [patterns.state(1, 1)])
+        later.start()
+        assert sub.next(1e7).version == 1
+        later.join()
+
+
+def test_nothing_piles_up_in_the_loop_that_does_not_run() -> None:
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p", digests=True) as sub:
+        assert sub._runner is not None
+        waiting = getattr(sub._runner.get_loop(), "_ready")  # noqa: B009  # asyncio's own
+        for version in range(1, 101):
+            pub.publish({"w": torch.tensor(version)})
+            snapshot = sub.next(5)
+            snapshot.ack()
+            del snapshot
+        assert len(waiting) < 5
+
+
+def test_another_thread_may_ask_for_tensors_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Nack disturbs nothing of a call that waits on the main thread."""
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        pub.publish(patterns.state(1, 1))
+        snapshot = sub.next(5)
+        refused: list[type[BaseException]] = []
+
+        def refuse(*_: object) -> None:
+            raise busync.AllocationError(1, "there is none")
+
+        def ask() -> None:
+            time.sleep(0.1)
+            try:
+                snapshot.tensors  # noqa: B018
+            except busync.AllocationError as error:
+                refused.append(type(error))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(snapshot._inner._hold), "own_memory", refuse)
+            thread = threading.Thread(target=ask)
+            thread.start()
+            with pytest.raises(busync.WaitTimeout):
+                sub.next(0.3)
+            thread.join()
+        assert refused == [busync.AllocationError]
+        (status,) = pub.status()["subscribers"]
+        assert "there is none" in status["reason"]
+        assert pub.status()["counters"]["attached"] == 1
+
+
+def test_the_end_waits_until_a_large_version_has_been_let_go_of() -> None:
+    """Or its lease would end without the reader's word, and its segment would never be used again."""
+    with blocking.Publisher("p") as pub:
+        pub.publish({"w": torch.ones(LARGE_BYTES // 4)})
+        with blocking.Subscriber("p") as sub:
+            tensor = sub.next(5).tensors["w"]
+            assert int(tensor.sum().item()) == tensor.numel()
+            del tensor
+        pub.wait(1, "released", timeout=5)
+        assert pub.status()["counters"].get("broken leases", 0) == 0
