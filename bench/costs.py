@@ -22,6 +22,7 @@ from busync.handles import (
     Planner,
     TensorBuilder,
     create_segment,
+    expect_large,
     flatten,
     map_private,
     open_segment,
@@ -88,12 +89,12 @@ def _mapping() -> None:
         held = []
 
         def give() -> None:
-            held.append(map_private(segment.fd, nbytes))
+            held.append(map_private(segment.fd, nbytes, large=expect_large(nbytes)))
 
         _say("to map 1 GiB", _median(give, 5) * 1e6, "us")
         held.clear()
         wait_for_unmapping()
-        memory = map_private(segment.fd, nbytes)
+        memory = map_private(segment.fd, nbytes, large=expect_large(nbytes))
         torch.frombuffer(memory, dtype=torch.int64)[::512].sum()
         begun = time.perf_counter()
         del memory
