@@ -104,7 +104,7 @@ def test_b04_a_kept_tensor_costs_memory_and_no_descriptor() -> None:
     with bus(max_held=40, max_segments=64) as (pub, (sub,)):  # who wants to keep many says so
         before = resources().fds.total()
         for version in range(1, 31):
-            pub.publish({f"t{i}": torch.full((100,), float(version)) for i in range(50)})
+            pub.publish({f"t{i}": torch.full((400,), float(version)) for i in range(50)})
             tensors = sub.next(5).tensors
             kept += [tensors[f"t{i}"] for i in range(50)]
             del tensors
