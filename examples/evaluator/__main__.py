@@ -33,7 +33,7 @@ async def run(endpoint: str, seconds: float) -> bool:
     policy = Policy()
     async with busync.Subscriber(endpoint, name="evaluator", connect_timeout=PATIENCE, digests=True) as sub:
         snapshot = await sub.latest(timeout=PATIENCE)
-        policy.load_state_dict(snapshot.tensors, assign=True)  # in place: not one weight is copied
+        policy.load_state_dict(snapshot.tensors, assign=True)  # in place
         await snapshot.ack()
         print(f"joined {endpoint} at version {snapshot.version}", flush=True)
         digest = busync.content_digest(policy.state_dict())
