@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import select
+from contextlib import suppress
 from typing import Protocol
 
 from busync import forks
@@ -154,13 +155,12 @@ class Attachment:
 
     def end(self, error: BusyncError) -> None:
         """The session is over; the keeper starts the next one."""
-        session, self.session = self.session, None
+        session = self.session
         if session is None:
             return
-        for fd in self._watched:
-            self.loop.remove_reader(fd)
-            self._poll.unregister(fd)
-        self._watched.clear()
+        self._changed.set()  # first: whatever strikes meanwhile, the keeper looks again
+        self.session = None
+        self._unwatch()
         session.close()
         if isinstance(error.__cause__, ProtocolError):
             # As text: whoever keeps the record must not keep the session that the traceback refers to.
@@ -205,9 +205,17 @@ class Attachment:
         if self._endpoint.runtime is not None and uid not in (os.geteuid(), 0):
             session.close()
             raise EndpointError(self._endpoint.text, f"it is served by user {uid}", "name the path if you trust them")
+        self._unwatch()  # if the end of the last one was struck
         self.session = session
         self._watch(session)
         return session
+
+    def _unwatch(self) -> None:
+        while self._watched:
+            fd = self._watched.pop()
+            self.loop.remove_reader(fd)
+            with suppress(KeyError):
+                self._poll.unregister(fd)
 
     def _watch(self, session: Session) -> None:
         for fd in self.fds():

@@ -16,6 +16,7 @@ import asyncio
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -170,6 +171,10 @@ class Snapshot:
         return repr(self._inner)
 
 
+class _Call:
+    """A call into a subscriber, for as long as its frame refers to it."""
+
+
 class Subscriber(forks.ForkAware):
     """As ``busync.Subscriber``, for plain code. For one thread, which may not have a running loop."""
 
@@ -182,6 +187,7 @@ class Subscriber(forks.ForkAware):
         )
         self._runner: asyncio.Runner | None = None
         self._inside = threading.RLock()  #: only ever tried: a thread is inside one of the calls
+        self._call: weakref.ref[_Call] | None = None  #: alive while a call runs
         self.topic, self.name = self._inner.topic, self._inner.name
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -210,9 +216,16 @@ class Subscriber(forks.ForkAware):
         if not self._inside.acquire(blocking=False):
             raise UsageError("another thread is inside this subscriber", "open one per thread")
         try:
+            if self._call is not None and self._call() is not None:
+                raise UsageError("a signal's handler called this subscriber inside a call of its own")
             if self._runner is None:  # closed by another thread since the first look
                 raise ClosedError("subscriber")
-            return job(self._runner)
+            call = _Call()
+            self._call = weakref.ref(call)
+            try:
+                return job(self._runner)
+            finally:
+                del call  # an exception refers to this frame
         finally:
             self._inside.release()
 

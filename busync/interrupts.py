@@ -26,8 +26,8 @@ class CtrlC:
 
     def __enter__(self) -> Self:
         self._struck = self._waiting = False
-        self._deferred = (
-            threading.get_ident() == threading.main_thread().ident and _getsignal(_SIGINT) is signal.default_int_handler
+        self._deferred = threading.get_ident() == threading.main_thread().ident and (
+            (handler := _getsignal(_SIGINT)) is signal.default_int_handler or _is_ours(handler)
         )
         if self._deferred:
             _signal(_SIGINT, self._strike)
@@ -62,9 +62,14 @@ class CtrlC:
             self._waiting = False
 
 
+def _is_ours(handler: object) -> bool:
+    """Of a block that is over, if it is found where none is open: a handler of the program's own raised at its end."""
+    return isinstance(getattr(handler, "__self__", None), CtrlC)
+
+
 def _after_in_child() -> None:
     """Another thread has forked while the main one was inside a block, which the child does not have."""
-    if isinstance(getattr(_getsignal(_SIGINT), "__self__", None), CtrlC):
+    if _is_ours(_getsignal(_SIGINT)):
         _signal(_SIGINT, signal.default_int_handler)
 
 

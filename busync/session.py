@@ -216,6 +216,15 @@ class Session(forks.ForkAware):
             lease = self.ended.popleft()
             self.mapped.discard(lease)
             self.core.ended(lease)
+        if self.core.held > len(self.holds):
+            self._keep_words()
+
+    def _keep_words(self) -> None:
+        """Say Release for leases whose last user is gone without a word: Ctrl-C may strike inside a finalizer."""
+        for lease in self.core.held_leases().difference(self.holds):
+            self.door.send(encode(Release(lease=lease)))
+            self.mapped.discard(lease)
+            self.core.ended(lease)
 
     def _receive(self, events: list[fx.SubscriberEffect]) -> None:
         """Handle what has arrived. The bus comes last: nothing lies there afterwards, unless there is ``more``."""

@@ -425,13 +425,13 @@ class Subscriber(forks.ForkAware):
         ready = self._look(request, timeout)
         if ready is not None:
             return self._hand_over(ready)
-        if not self._core.attached:
+        if self._session is None or not self._core.attached:
             return None
         waiter = self._waiter_for(request)
         self._wait_here(waiter, self._patience(timeout, waiter), pause)
         if waiter.snapshot is not None:
             return self._hand_over(waiter.snapshot)
-        if not self._core.attached:
+        if self._session is None or not self._core.attached:
             return None
         raise self._timed_out(request, timeout)
 
@@ -564,8 +564,6 @@ class Subscriber(forks.ForkAware):
         session = self._session
         if session is None or not self._core.attached or self._core.held < self._core.max_held:
             return
-        if unmapping():
-            return  # one of them may be gone in a moment; whoever waits for it is told if it was not
         # A release may have been sent that the books do not know yet. To look at all objects of a process with torch
         # takes 100 ms and more.
         for look in (None, 1, 2):
@@ -574,6 +572,8 @@ class Subscriber(forks.ForkAware):
             self._attachment.turn()
             if self._core.held < self._core.max_held or self._prefetched is not None:
                 return
+            if unmapping():
+                return  # one of them may be gone in a moment; whoever waits for it is told if it was not
         raise PinnedError(self._core.max_held, [str(hold) for hold in list(session.holds.values())])
 
     def _watch_held(self) -> None:

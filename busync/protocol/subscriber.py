@@ -88,6 +88,11 @@ class SubscriberProtocol:
         """Leases that the application has: without that of a version which is still arriving."""
         return len(self.leases) - (self._announce is not None)
 
+    def held_leases(self) -> set[LeaseId]:
+        """Those leases."""
+        arriving = self._announce
+        return {lease for lease in self.leases if arriving is None or lease != arriving.lease}
+
     # The session
 
     def start(self) -> None:

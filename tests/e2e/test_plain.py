@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import busync
-from busync import blocking
+from busync import blocking, session
 from busync.handles.unmapper import LARGE_BYTES
 from tests.support import patterns
 
@@ -89,3 +90,76 @@ def test_the_end_waits_until_a_large_version_has_been_let_go_of() -> None:
             del tensor
         pub.wait(1, "released", timeout=5)
         assert pub.status()["counters"].get("broken leases", 0) == 0
+
+
+def test_a_lease_whose_finalizer_was_struck_ends_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C inside a finalizer is swallowed by Python, and with it the word that the version is not used any more."""
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        for version in range(1, 5):
+            pub.publish(patterns.state(1, version))
+            snapshot = sub.next(5)
+            snapshot.ack()
+            with monkeypatch.context() as patch:
+                patch.setattr(session._Word, "__del__", lambda word: None)
+                del snapshot
+        pub.publish(patterns.state(1, 5))
+        assert sub.next(5).version == 5
+        assert pub.status()["subscribers"][0]["leases"] in ([], [5])
+
+
+def test_large_versions_in_cycles_are_waited_for() -> None:
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        for version in range(1, 4):
+            pub.publish({"w": torch.full((LARGE_BYTES // 4,), float(version))})
+            cycle: list[object] = [sub.next(5).tensors["w"]]
+            cycle.append(cycle)
+            del cycle
+
+
+def test_a_signal_handler_may_not_call_the_subscriber_inside_its_call() -> None:
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        said: list[str] = []
+
+        def handle(*_: object) -> None:
+            try:
+                sub.poll()
+            except busync.UsageError as error:
+                said.append(str(error))
+
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(busync.WaitTimeout):
+                sub.next(0.3)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert len(said) == 1
+        assert "inside a call of its own" in said[0]
+        pub.publish(patterns.state(1, 1))
+        try:
+            sub.wait_version(9, 0.01)
+        except busync.WaitTimeout:  # whose traceback refers to the call
+            assert sub.next(5).version == 1
+
+
+def test_a_handler_that_raises_while_a_session_ends_does_not_end_the_subscriber(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with blocking.Publisher("p") as pub:
+        sub = blocking.Subscriber("p").__enter__()
+        pub.publish(patterns.state(1, 1))
+        assert sub.next(5).version == 1
+    with monkeypatch.context() as patch:
+
+        def struck(one: session.Session) -> None:
+            close(one)
+            raise InterruptedError("by a signal's handler")
+
+        close = session.Session.close
+        patch.setattr(session.Session, "close", struck)
+        with pytest.raises(InterruptedError):
+            sub.next(1)
+    with blocking.Publisher("p") as pub:
+        pub.publish(patterns.state(1, 1))
+        assert sub.next(5).incarnation == pub.incarnation
+        sub.close()
