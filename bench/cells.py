@@ -23,7 +23,7 @@ def _busy(idle: Cell) -> Group:
     return idle, Cell(mode=idle.mode, state=idle.state, readers=idle.readers, processes=idle.processes, busy=True)
 
 
-#: Ends within ten minutes on two cores.
+#: Meant to end within ten minutes on two cores. With all peers installed it took fifteen: see bench/README.md.
 QUICK: Final[tuple[Group, ...]] = (
     (_cell("view", "cartpole", 4),),
     (_cell("view", "cartpole", 16),),
