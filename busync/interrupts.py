@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-#: What the functions of ``signal`` wrap. Their enumerations would take 8 us of every call, of some 150 for a small version.
+#: What the functions of ``signal`` wrap. Their enumerations would take 8 us of the 150 of a small version.
 _getsignal: Callable[[int], Any] = signal._signal.getsignal  # type: ignore[attr-defined]
 _signal: Callable[[int, Any], Any] = signal._signal.signal  # type: ignore[attr-defined]
 _SIGINT = int(signal.SIGINT)
