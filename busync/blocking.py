@@ -181,9 +181,16 @@ class Subscriber(forks.ForkAware):
     def __init__(
         self, endpoint: str | os.PathLike[str], *, topic: str = DEFAULT_TOPIC, name: str = "",
         connect_timeout: float = 10.0, prefetch: bool = False, digests: bool = False,
+        device: torch.device | str | int | None = None,
     ) -> None:  # fmt: skip
         self._inner = aio.Subscriber(
-            endpoint, topic=topic, name=name, connect_timeout=connect_timeout, prefetch=prefetch, digests=digests
+            endpoint,
+            topic=topic,
+            name=name,
+            connect_timeout=connect_timeout,
+            prefetch=prefetch,
+            digests=digests,
+            device=device,
         )
         self._runner: asyncio.Runner | None = None
         self._inside = threading.RLock()  #: only ever tried: a thread is inside one of the calls

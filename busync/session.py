@@ -14,6 +14,9 @@ import sys
 import time
 import weakref
 from collections import deque
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 from msgspec import Struct
 
@@ -22,17 +25,22 @@ from busync.errors import BusyncError, ProtocolError, ViolationError
 from busync.fds import OwnedFd
 from busync.handles import (
     COPY_BYTES,
+    LoadPlan,
     Memory,
+    MixedBuilder,
+    ReceivedSegment,
     TensorBuilder,
     check_segment,
     copy_private,
+    decode_handle,
     expect_large,
+    gpus,
     live_names,
     map_private,
     map_readonly,
 )
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
-from busync.manifest import Manifest
+from busync.manifest import DeviceSpec, Manifest
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.transport.board import BoardView
@@ -50,12 +58,13 @@ class SessionEnded(BusyncError):
 
 
 class AttachedSegment:
-    """A segment that the publisher sent: its descriptor, and one read-only mapping for loads."""
+    """A segment that the publisher sent: its descriptor, one read-only mapping for loads, and its memory on GPUs."""
 
-    def __init__(self, segment: SegmentId, fd: OwnedFd, nbytes: int) -> None:
+    def __init__(self, segment: SegmentId, fd: OwnedFd | None = None, nbytes: int = 0) -> None:
         self.id = segment
-        self.nbytes = nbytes
-        self.fd = fd
+        self.nbytes = nbytes  #: on the host
+        self.fd = fd  #: None: it has no memory on the host, or that has not arrived yet
+        self.devices: dict[str, ReceivedSegment] = {}  #: by UUID
         self._readonly: mmap.mmap | None = None
 
     def readonly(self) -> mmap.mmap:
@@ -64,14 +73,21 @@ class AttachedSegment:
         Raises:
             AllocationError: it cannot be mapped.
         """
+        assert self.fd is not None, "mapped without a descriptor"
         with forks.fork_lock:
             if self._readonly is None:
                 self._readonly = map_readonly(self.fd, self.nbytes)
             return self._readonly
 
+    def close(self) -> None:
+        """The session needs it no more; what is in use stays open. Mappings and descriptors go with the last user."""
+        for memory in self.devices.values():
+            memory.close()
+
     def after_fork_in_child(self) -> None:
         """Close the child's descriptor; the read-only mapping does not exist in the child."""
-        self.fd.close()
+        if self.fd is not None:
+            self.fd.close()
         if self._readonly is not None:
             forks.immortal(self._readonly)
             self._readonly = None
@@ -117,27 +133,62 @@ class Hold:
     def own_memory(self) -> TensorBuilder:
         """A builder of tensors over memory of this process, which keeps this hold alive.
 
-        A copy-on-write mapping of the segment; a copy if there is little.
+        A copy-on-write mapping of the segment; a copy if there is little. On a GPU the publisher's own memory, or a
+        copy if the reader uses another one.
+
+        Raises:
+            AllocationError: it cannot be mapped, or copied.
+            AttachError: it cannot be opened.
+        """
+        builder = self._host_memory()
+        if self.manifest.devices:
+            builder = MixedBuilder([builder, *map(self._device_memory, self.manifest.devices)])
+        self._memories.append(builder.memory)
+        return builder
+
+    def _host_memory(self) -> TensorBuilder:
+        segment, nbytes = self.segment, self.manifest.nbytes
+        if segment is None or segment.fd is None or not nbytes:
+            return TensorBuilder(memoryview(b""), self.manifest)
+        if nbytes <= COPY_BYTES:
+            return TensorBuilder(copy_private(segment.readonly(), nbytes, keep=self), self.manifest)
+        large = expect_large(segment.nbytes)
+        with forks.fork_lock:
+            mapping = map_private(segment.fd, segment.nbytes, keep=self, large=large)
+            self._mapped.add(self.lease)
+            self._stay_known()
+        return TensorBuilder(mapping, self.manifest)
+
+    def _device_memory(self, spec: DeviceSpec) -> TensorBuilder:
+        assert self.segment is not None, "memory on a GPU without a segment"
+        memory = self.segment.devices[spec.device]
+        if memory.foreign:
+            return memory.copy(self.manifest)
+        self._stay_known()
+        return memory.map(self.manifest, partial(_let_go, self))
+
+    def _stay_known(self) -> None:
+        if self.lease not in self._word.holds:  # the finalizer of a cycle has saved it
+            self._word.holds[self.lease] = self
+
+    def load(self, plan: LoadPlan) -> None:
+        """Copy the version as planned, to the end, also on GPUs. Blocks.
 
         Raises:
             AllocationError: it cannot be mapped.
+            AttachError: it cannot be opened.
+            DeviceError: a GPU has failed.
         """
-        if self.segment is None:
-            return TensorBuilder(memoryview(b""), self.manifest)
-        nbytes = self.manifest.nbytes
-        if nbytes <= COPY_BYTES:
-            builder = TensorBuilder(copy_private(self.segment.readonly(), nbytes, keep=self), self.manifest)
-            self._memories.append(builder.memory)
-            return builder
-        large = expect_large(self.segment.nbytes)
-        with forks.fork_lock:
-            mapping = map_private(self.segment.fd, self.segment.nbytes, keep=self, large=large)
-            self._mapped.add(self.lease)
-            if self.lease not in self._word.holds:  # the finalizer of a cycle has saved it
-                self._word.holds[self.lease] = self
-        builder = TensorBuilder(mapping, self.manifest)
-        self._memories.append(builder.memory)
-        return builder
+        segment, manifest = self.segment, self.manifest
+        stored = segment is not None and manifest.nbytes
+        host = TensorBuilder(segment.readonly() if segment and stored else memoryview(b""), manifest)
+        if segment is None or not manifest.devices:
+            plan.run(host)
+            return
+        with ExitStack() as stack:
+            parts = [stack.enter_context(segment.devices[s.device].load(manifest)) for s in manifest.devices]
+            plan.run(MixedBuilder([host, *parts]))
+            gpus.finish(plan.tensors)
 
     def __str__(self) -> str:
         names = [name for memory in self._memories for name in live_names(self.manifest, memory)]
@@ -145,6 +196,10 @@ class Hold:
             return f"version {self.version}: its snapshot"
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         return f"version {self.version}: {names[0]!r}{more}"
+
+
+def _let_go(hold: Hold) -> None:
+    """Holds what it is to be called with, until a GPU is done with it."""
 
 
 class Session(forks.ForkAware):
@@ -155,9 +210,10 @@ class Session(forks.ForkAware):
         FdError: the process has no descriptor left.
     """
 
-    def __init__(self, endpoint: Endpoint, core: SubscriberProtocol) -> None:
+    def __init__(self, endpoint: Endpoint, core: SubscriberProtocol, device: str | None = None) -> None:
         self.endpoint = endpoint
         self.core = core
+        self.device = device  #: the UUID of the one GPU that the application uses; None: whichever a version is on
         self.door = door_connect(endpoint.door_path)
         self.bus: DealerBus | None = None
         self.board: BoardView | None = None
@@ -183,7 +239,8 @@ class Session(forks.ForkAware):
 
     def hold(self, granted: fx.Granted) -> Hold:
         """The holder of a fresh grant."""
-        segment = self.segments[granted.segment] if granted.segment_nbytes else None
+        stored = granted.segment_nbytes or granted.manifest.devices
+        segment = self.segments[granted.segment] if stored else None
         hold = Hold(self, granted.lease, granted.version, granted.manifest, segment)
         self.holds[granted.lease] = hold
         return hold
@@ -261,10 +318,15 @@ class Session(forks.ForkAware):
                 case fx.TakeSegment(segment, nbytes):
                     fd = self._take_fd("a segment")
                     check_segment(fd, segment, nbytes)
-                    self.segments[segment] = AttachedSegment(segment, fd, nbytes)
+                    attached = AttachedSegment(segment, fd, nbytes)
+                    if segment in self.segments:  # its memory on a GPU came first
+                        attached.devices = self.segments[segment].devices
+                    self.segments[segment] = attached
+                case fx.TakeDevice(segment, device, nbytes, values):
+                    self._take_device(segment, device, nbytes, values)
                 case fx.ForgetSegments(segments):
                     for segment in segments:
-                        self.segments.pop(segment, None)
+                        self.segments.pop(segment).close()
                 case _:
                     events.append(effect)
 
@@ -273,6 +335,13 @@ class Session(forks.ForkAware):
         if fd is None:
             raise ViolationError("the publisher", f"{what} without its descriptor")
         return fd
+
+    def _take_device(self, segment: SegmentId, device: str, nbytes: int, values: dict[str, Any]) -> None:
+        handle = decode_handle(segment, nbytes, values)
+        if handle.device != device:
+            raise ViolationError("the publisher", f"memory on {device} with a handle for {handle.device}")
+        attached = self.segments.setdefault(segment, AttachedSegment(segment))
+        attached.devices[device] = ReceivedSegment(gpus.importer(), segment, handle, nbytes, self.device)
 
     def _connect_bus(self, token: bytes, incarnation: Incarnation, slot: int) -> None:
         self.board = BoardView(self._take_fd("a board"), incarnation)
@@ -288,6 +357,8 @@ class Session(forks.ForkAware):
             self.bus.close()
         if self.board is not None:
             self.board.close()
+        for segment in self.segments.values():
+            segment.close()
         self.segments.clear()
         self.core.stop()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from busync import forks
 from busync.attachment import Attachment
@@ -25,7 +25,7 @@ from busync.errors import (
     UsageError,
     WaitTimeout,
 )
-from busync.handles import unmapping
+from busync.handles import gpus, unmapping
 from busync.ids import DEFAULT_TOPIC, Incarnation, Version
 from busync.options import SubscriberOptions, check_seconds
 from busync.protocol import effects as fx
@@ -34,6 +34,9 @@ from busync.session import Hold, Session
 from busync.snapshot import Snapshot
 from busync.transport.endpoint import Endpoint
 from busync.wire import NackCode, encode
+
+if TYPE_CHECKING:
+    import torch
 
 #: Waits until something has arrived, for so many seconds at most (None: for ever).
 Pause = Callable[[float | None], None]
@@ -64,6 +67,11 @@ def request_version(version: int) -> Request:
     if type(version) is not int or version < 1:
         raise OptionError("version", version, "a whole number, 1 or more")
     return Request(Version(version))
+
+
+def _letting_go() -> bool:
+    """Whether leases are about to end, of which the last tensor is gone."""
+    return unmapping() or gpus.releasing()
 
 
 class _Waiter:
@@ -106,6 +114,8 @@ class Subscriber(forks.ForkAware):
         prefetch: keep one request standing, so that the next version is already here when it is asked for. It counts as
             held.
         digests: have the publisher compute the content digest of every version that this subscriber is given.
+        device: the one GPU that this process uses, for weights that are on GPUs. They are used in place if they are on
+            it, and copied to it from another one. Unless given, they are used in place wherever they are.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -115,10 +125,12 @@ class Subscriber(forks.ForkAware):
     def __init__(
         self, endpoint: str | os.PathLike[str], *, topic: str = DEFAULT_TOPIC, name: str = "",
         connect_timeout: float = 10.0, prefetch: bool = False, digests: bool = False,
+        device: torch.device | str | int | None = None,
     ) -> None:  # fmt: skip
         self.options = SubscriberOptions(topic=topic, name=name, connect_timeout=connect_timeout, prefetch=prefetch)
         if type(digests) is not bool:
             raise OptionError("digests", digests, "True or False")
+        self._device = gpus.check_device(device)
         self.endpoint = Endpoint.resolve(endpoint)
         self.topic = topic
         self.name = name or f"pid-{os.getpid()}"
@@ -149,12 +161,14 @@ class Subscriber(forks.ForkAware):
             PublisherLost: there is no publisher.
             RefusedError: the publisher does not want this subscriber.
             EndpointError: the endpoint's directory is not to be trusted.
+            DeviceError: there is no such device.
         """
         forks.ensure_same_process(self._pid, "subscriber")
         if self._closed or self._opened:
             raise ClosedError("subscriber") if self._closed else UsageError("this subscriber is open already")
         self.endpoint.check_client()
-        self._attachment = Attachment(self.endpoint, self._core, self)
+        device = gpus.exporter().device(self._device) if self._device is not None else None
+        self._attachment = Attachment(self.endpoint, self._core, self, device)
         self._opened = True
         forks.register(self)
         try:
@@ -200,7 +214,7 @@ class Subscriber(forks.ForkAware):
         self._waiters.clear()
         cancelled = False
         stop_at = time.monotonic() + UNMAP_PATIENCE
-        while self._opened and unmapping() and time.monotonic() < stop_at:
+        while self._opened and _letting_go() and time.monotonic() < stop_at:
             try:
                 await asyncio.sleep(0.002)  # or leases that were let go of would end without a word
             except asyncio.CancelledError:
@@ -572,7 +586,7 @@ class Subscriber(forks.ForkAware):
             self._attachment.turn()
             if self._core.held < self._core.max_held or self._prefetched is not None:
                 return
-            if unmapping():
+            if _letting_go():
                 return  # one of them may be gone in a moment; whoever waits for it is told if it was not
         raise PinnedError(self._core.max_held, [str(hold) for hold in list(session.holds.values())])
 

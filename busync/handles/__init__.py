@@ -10,13 +10,21 @@
     build     manifest and mapped memory -> tensors; loans
     load      a version -> the modules of a reader
     digest    SHA-256 over the content of a version
+    mixed     the same for tensors on the CPU and on GPUs together
     cuda*     segments on a GPU: what travels, the device, the publisher's side, the reader's (docs/GPU.md)
+    gpus      this process's part in those
 
 Nothing here knows about messages, sockets or leases.
 """
 
-from busync.handles.build import LoanBuffer, Memory, TensorBuilder, Tensors, live_names
+from busync.handles import gpus
+from busync.handles.build import LoanBuffer, Memory, MixedBuilder, TensorBuilder, Tensors, live_names
 from busync.handles.copying import Job
+from busync.handles.cuda import CudaHandle, decode_handle, encode_handle
+from busync.handles.cuda_backend import CudaEvent
+from busync.handles.cuda_build import CudaTensorBuilder
+from busync.handles.cuda_import import ReceivedSegment
+from busync.handles.cuda_memory import CudaSegment, Export, Reader
 from busync.handles.digest import content_digest
 from busync.handles.layout import Plan, like_plan, plan
 from busync.handles.load import LoadPlan, NameMap, plan_load
@@ -31,21 +39,30 @@ from busync.handles.memory import (
     map_readonly,
     open_segment,
 )
+from busync.handles.mixed import like_mixed
 from busync.handles.planner import Planner
 from busync.handles.source import Flat, Source, flatten
 from busync.handles.unmapper import expect_large, unmapping
 
 __all__ = [
     "COPY_BYTES",
+    "CudaEvent",
+    "CudaHandle",
+    "CudaSegment",
+    "CudaTensorBuilder",
+    "Export",
     "Flat",
     "Job",
     "LoadPlan",
     "LoanBuffer",
     "Memory",
+    "MixedBuilder",
     "NameMap",
     "Plan",
     "Planner",
     "PrivateCopy",
+    "Reader",
+    "ReceivedSegment",
     "Segment",
     "Source",
     "TensorBuilder",
@@ -54,8 +71,12 @@ __all__ = [
     "content_digest",
     "copy_private",
     "create_segment",
+    "decode_handle",
+    "encode_handle",
     "expect_large",
     "flatten",
+    "gpus",
+    "like_mixed",
     "like_plan",
     "live_names",
     "map_private",

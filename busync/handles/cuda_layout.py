@@ -16,7 +16,7 @@ from busync.manifest import Manifest
 
 @dataclass(slots=True, eq=False)
 class CudaPlan:
-    """A layout, and the copies that fill a segment with it. Keeps the source's tensors alive until it is dropped."""
+    """The layout of one device's memory, and the copies that fill it. Keeps the source's tensors alive."""
 
     manifest: Manifest
     copies: list[Copy]

@@ -22,7 +22,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ from busync.handles.cuda import (
     name_fields,
 )
 from busync.handles.cuda_backend import CudaBackend, CudaEvent, CudaStream, TorchCuda
+from busync.handles.cuda_build import CudaTensorBuilder
+from busync.manifest import Manifest
 
 logger = logging.getLogger("busync")
 
@@ -50,6 +52,7 @@ WORN_EXPORTS = 200
 UNKNOWN = -1
 
 _PROBE_BYTES = 4096
+_CPU_REMEDY = "publish CPU tensors, which is not affected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +61,14 @@ class Reader:
 
     pid: int
     started: int  #: clock ticks after boot; UNKNOWN: it cannot be looked at
-    name: str = ""  #: for people
+    name: str = field(default="", compare=False)  #: for people
+    session: int = 0  #: which of its sessions, for ``CudaExporter.end``
 
     @classmethod
-    def of(cls, pid: int, name: str = "") -> Reader:
+    def of(cls, pid: int, name: str = "", session: int = 0) -> Reader:
         """The process that has this number now."""
         state = _state(pid)
-        return cls(pid, UNKNOWN if state is None else state[1], name)
+        return cls(pid, UNKNOWN if state is None else state[1], name, session)
 
     @property
     def gone(self) -> bool:
@@ -105,6 +109,13 @@ class Export:
 
     handle: CudaHandle
     reader: Reader
+    segment: weakref.ref[CudaSegment]
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the publisher has no use for its segment any more."""
+        segment = self.segment()
+        return segment is None or segment.dropped
 
 
 class CudaSegment:
@@ -176,6 +187,39 @@ class CudaSegment:
             self._stream.copy(target.as_strided(source.shape, copy.stride), source)
         return self._stream.mark()
 
+    def builder(self, manifest: Manifest) -> CudaTensorBuilder:
+        """A builder of writable tensors over this memory, for a loan."""
+        flat = self.flat
+        return CudaTensorBuilder(self._backend, self.index, flat.data_ptr(), self.nbytes, manifest, keep=flat)
+
+    def fill(self, copies: Iterable[Copy], after: Sequence[CudaEvent]) -> None:
+        """As ``write``, and wait until everything is written. Blocks.
+
+        Raises:
+            DeviceError: the device has failed.
+        """
+        try:
+            self.write(copies, after).synchronize()
+        except RuntimeError as error:
+            raise self._failed("the copy", error) from error
+
+    def wait(self, events: Iterable[CudaEvent]) -> None:
+        """Block until the caller's own work on the device is done up to ``events``.
+
+        Raises:
+            DeviceError: the device has failed.
+        """
+        try:
+            for event in events:
+                event.synchronize()
+        except RuntimeError as error:
+            raise self._failed("what was queued before", error) from error
+
+    def _failed(self, what: str, error: RuntimeError) -> DeviceError:
+        return DeviceError(
+            self.device, f"{what} failed ({_first_line(error)})", "look for the first error of the device"
+        )
+
     def drop(self) -> None:
         """Let go of the memory. It is free once the last export has ended and ``reap`` was called."""
         self._flat = None
@@ -198,6 +242,7 @@ class CudaExporter(ForkAware):
         self._proven: dict[str, tuple[Any, ...] | None] = {}
         self._streams: dict[str, CudaStream] = {}
         self._exports: list[Export] = []
+        self._over: set[Reader] = set()  #: whose sessions have ended
         self._segments: weakref.WeakSet[CudaSegment] = weakref.WeakSet()
         #: by counter and slot: what was exported here, for subscribers in this process
         self._here: weakref.WeakValueDictionary[tuple[bytes, int], CudaSegment] = weakref.WeakValueDictionary()
@@ -212,12 +257,20 @@ class CudaExporter(ForkAware):
         self.ensure_here()
         problem = self.backend.problem()
         if problem:
-            raise DeviceError(device, problem, "publish CPU tensors, which is not affected")
+            raise DeviceError(device, problem, _CPU_REMEDY)
         return find_device(self.backend, device)
 
     def device(self, index: int) -> str:
-        """The UUID of a device of this process."""
-        return next(uuid for uuid, number in self.backend.devices().items() if number == index)
+        """The UUID of a device of this process.
+
+        Raises:
+            DeviceError: this process cannot use it (any more).
+        """
+        self.ensure_here()
+        for uuid, number in self.backend.devices().items():
+            if number == index:
+                return uuid
+        raise DeviceError(f"cuda:{index}", self.backend.problem() or "torch does not know it", _CPU_REMEDY)
 
     def create(self, device: str, nbytes: int) -> CudaSegment:
         """Make a segment of ``nbytes`` bytes on the device with this UUID. Blocks.
@@ -253,12 +306,23 @@ class CudaExporter(ForkAware):
     def made(self, handle: CudaHandle, reader: Reader, segment: CudaSegment) -> None:
         """Remember an export until it has ended."""
         with self._lock:
-            self._exports.append(Export(handle, reader))
+            self._exports.append(Export(handle, reader, weakref.ref(segment)))
             self._here[handle.counter, handle.slot] = segment
 
     def exported_here(self, handle: CudaHandle) -> CudaSegment | None:
         """The segment, if it belongs to this very process: torch cannot open its own exports."""
         return self._here.get((handle.counter, handle.slot))
+
+    def end(self, reader: Reader) -> None:
+        """A session is over: its exports will end, and ``reap`` will see it."""
+        with self._lock:
+            if any(export.reader == reader for export in self._exports):
+                self._over.add(reader)
+
+    def waiting(self) -> bool:
+        """Whether exports are left of sessions that are over, or of segments that were dropped: call ``reap`` again."""
+        with self._lock:
+            return any(export.reader in self._over or export.dropped for export in self._exports)
 
     def outstanding(self) -> list[Export]:
         """Exports that have not ended, as far as ``reap`` has seen."""
@@ -290,6 +354,7 @@ class CudaExporter(ForkAware):
                     kept.append(export)
             changed = len(kept) != len(self._exports)
             self._exports = kept
+            self._over.intersection_update({export.reader for export in kept})
         if changed or kept:
             self.backend.collect()
         return freed

@@ -10,8 +10,11 @@ from operator import attrgetter, call, is_
 
 import torch
 
+from busync.handles import gpus
 from busync.handles.copying import ONE_THREAD_ELEMENTS, Move
-from busync.handles.layout import Batched, Plan, plan
+from busync.handles.cuda_memory import CudaExporter
+from busync.handles.layout import Batched, Plan
+from busync.handles.mixed import plan_mixed
 from busync.handles.source import Flat, Source, flatten
 from busync.manifest import Manifest
 from busync.wire import Value
@@ -50,12 +53,15 @@ class _Last:
 class Planner:
     """Plans the sources of one topic. When the tensors are those of the last source, only their addresses are read.
 
+    Sources with tensors on GPUs are planned anew each time.
+
     A trainer changes its weights in place, and publishes the same tensors again and again. Belongs to one thread at a
     time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: CudaExporter | None = None) -> None:
         self._last: _Last | None = None
+        self._cuda = cuda if cuda is not None else gpus.exporter()
 
     def plan(self, source: Source, values: Mapping[str, Value]) -> tuple[Flat, Plan]:
         """As ``flatten`` and ``layout.plan``, which it equals in every respect."""
@@ -64,7 +70,7 @@ class Planner:
         flat = flat or flatten(source, values)
         planned = _again(last, flat) if last is not None else None
         if planned is None:
-            planned = plan(flat)
+            planned = plan_mixed(flat, self._cuda)
             last = _remember(flat, planned)
         self._last = last
         return flat, planned
@@ -123,7 +129,7 @@ def _moved(last: _Last, addresses: list[int]) -> list[Move] | None:
 def _remember(flat: Flat, planned: Plan) -> _Last | None:
     """What ``_again`` needs; None if some tensors overlap, or are not copied as they lie."""
     manifest, moves = planned.manifest, planned.moves
-    if planned.copies or _overlap(moves) or len(flat.tensors) > MOST_REMEMBERED:
+    if planned.devices or planned.copies or _overlap(moves) or len(flat.tensors) > MOST_REMEMBERED:
         return None
     stored = [index for index, group in enumerate(manifest.groups) if group.nbytes]
     places = [(manifest.groups[index].offset_bytes, manifest.groups[index].nbytes) for index in stored]

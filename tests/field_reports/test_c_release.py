@@ -35,7 +35,7 @@ MUTANTS = {
         "Release is sent before the mapping is gone",
     ),
     "test_b34_what_a_load_keeps_is_one_read_only_mapping_until_forget": Mutant(
-        "busync/session.py", "self.segments.pop(segment, None)", "self.segments.get(segment)",
+        "busync/session.py", "self.segments.pop(segment).close()", "self.segments[segment].close()",
         "descriptors and mappings of segments that have left the pool are kept",
     ),
     "test_b34_finalizers_in_a_cycle_run_before_its_release": Mutant(

@@ -58,10 +58,11 @@ MUTANTS = {
         ),
     ),
     "test_b72_one_copy_whatever_the_number_of_readers": Mutant(
-        "busync/server.py", "                segment = self.pool.get(segment_id)\n                message = Segment",
-        "                size = self.pool.get(segment_id).nbytes\n"
-        "                segment = self.pool.create(SegmentId(segment_id + 1000 * session), size)\n"
-        "                message = Segment",
+        "busync/server.py", "        if segment.host is not None:\n            message = Segment",
+        "        if segment.host is not None:\n"
+        "            size = segment.host.nbytes\n"
+        "            segment = self.pool.create(SegmentId(segment_id + 1000 * session), size)\n"
+        "            message = Segment",
         "every reader gets memory of its own",
     ),
     "test_b73_a_row_pins_one_version_and_a_copy_frees_it": (

@@ -138,14 +138,14 @@ def loan() -> LoanBuffer:
     segment = create_segment(open_segment("busync-test"), PAGE)
     segment.fd.close()
     module = nn.Linear(3, 2)
-    return LoanBuffer(segment.mapping, like_plan(module))
+    return LoanBuffer(TensorBuilder(segment.mapping, like_plan(module)))
 
 
 def test_a_loan_is_written_in_place() -> None:
     segment = create_segment(open_segment("busync-test"), PAGE)
     segment.fd.close()
     manifest = like_plan({"w": ("float32", (2,))})
-    buffer = LoanBuffer(segment.mapping, manifest)
+    buffer = LoanBuffer(TensorBuilder(segment.mapping, manifest))
     buffer.tensors["w"].copy_(torch.tensor([1.0, 2.0]))
     assert bytes(segment.mapping[:8]) == bytes(torch.tensor([1.0, 2.0]).view(torch.uint8).tolist())
     assert not buffer.tensors["w"].requires_grad

@@ -48,7 +48,7 @@ MUTANTS = {
             "a loan that a tensor still refers to is written again",
         ),
         _mutant(
-            "                self.dropped.append(entry.segment)\n                self.abandoned += 1",
+            "                self._drop(entry.segment)\n                self.abandoned += 1",
             "                self.abandoned += 1",
             "an abandoned segment stays in the pool",
         ),
@@ -117,11 +117,13 @@ MUTANTS = {
     "test_sizes_that_fit_are_reused_and_others_make_room_when_the_pool_is_full": (
         _mutant("nbytes <= size <= 2 * nbytes", "nbytes <= size", "a large segment is spent on a small version"),
         _mutant("nbytes <= size <= 2 * nbytes", "size <= 2 * nbytes", "a version is put where it does not fit"),
-        _mutant("            self.dropped.append(unfit)\n", "", "a segment that made room is never freed"),
+        _mutant("            self._drop(unfit)\n", "", "a segment that made room is never freed"),
         _mutant("if self.pooled >= self.max_segments:", "if False:", "the pool has no bound"),
     ),
     "test_a_version_without_bytes_needs_no_segment": _mutant(
-        "        if nbytes == 0:\n", "        if nbytes < 0:\n", "a version without bytes takes a segment"
+        "        if nbytes == 0 and not devices:\n",
+        "        if nbytes < 0:\n",
+        "a version without bytes takes a segment",
     ),
     "test_the_oldest_retired_version_is_abandoned_first_even_if_its_loan_is_younger": (
         _mutant(

@@ -13,6 +13,7 @@ from busync.manifest import Manifest
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.wire import (
+    WIRE_VERSION,
     Ack,
     Announce,
     Digest,
@@ -31,7 +32,7 @@ from tests.protocol.world import layout_for, one_by_one
 
 ONE = Incarnation(1)
 LAYOUT = layout_for(128, 2)
-WELCOME = Welcome(wire=1, incarnation=ONE, token=b"t" * 16, slot=3, max_held=2)
+WELCOME = Welcome(wire=WIRE_VERSION, incarnation=ONE, token=b"t" * 16, slot=3, max_held=2)
 SEGMENT = Segment(incarnation=ONE, segment=7, nbytes=4096)
 PARTS = one_by_one(LAYOUT, ONE)
 
@@ -84,7 +85,7 @@ def test_a_session_begins_with_hello_and_is_attached_by_joined_once() -> None:
     core.demand(Version(0))
     assert core.take_effects() == [], "nothing is asked before the session is attached"
     core.start()
-    assert core.take_effects() == [fx.ToDoor(Hello(wire=1, topic="default", name="me"))]
+    assert core.take_effects() == [fx.ToDoor(Hello(wire=WIRE_VERSION, topic="default", name="me"))]
     core.receive_door(WELCOME)
     assert core.take_effects() == [fx.ConnectBus(b"t" * 16, ONE, 3)]
     core.receive_bus(Joined(incarnation=ONE))
@@ -101,7 +102,7 @@ def test_another_wire_version_is_rejected() -> None:
     core = SubscriberProtocol("default", "me")
     core.start()
     core.take_effects()
-    core.receive_door(Welcome(wire=2, incarnation=ONE, token=b"t" * 16, slot=3, max_held=2))
+    core.receive_door(Welcome(wire=WIRE_VERSION + 1, incarnation=ONE, token=b"t" * 16, slot=3, max_held=2))
     (effect,) = core.take_effects()
     assert isinstance(effect, fx.Rejected)
     assert effect.code == "wire-version"
@@ -303,7 +304,7 @@ def test_a_new_incarnation_starts_at_its_first_version() -> None:
     core = adopted()
     core.stop()
     core.start()
-    core.receive_door(Welcome(wire=1, incarnation=2, token=b"t" * 16, slot=1, max_held=2))
+    core.receive_door(Welcome(wire=WIRE_VERSION, incarnation=2, token=b"t" * 16, slot=1, max_held=2))
     assert (core.incarnation, core.adopted) == (2, 0)
 
 
