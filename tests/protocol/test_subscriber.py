@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 
 from busync.errors import ViolationError
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
-from busync.manifest import Manifest
+from busync.manifest import DeviceSpec, GroupSpec, Manifest, TensorSpec, make_manifest
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.wire import (
     WIRE_VERSION,
     Ack,
     Announce,
+    DeviceSegment,
     Digest,
     Forget,
     Hello,
@@ -27,6 +29,7 @@ from busync.wire import (
     Want,
     Welcome,
     Withdraw,
+    manifest_parts,
 )
 from tests.protocol.world import layout_for, one_by_one
 
@@ -63,14 +66,16 @@ def attached(*, digests: bool = False) -> SubscriberProtocol:
     return core
 
 
-def feed(core: SubscriberProtocol, *messages: Segment | Forget | ManifestPart | Announce) -> list[fx.SubscriberEffect]:
+def feed(
+    core: SubscriberProtocol, *messages: Segment | DeviceSegment | Forget | ManifestPart | Announce
+) -> list[fx.SubscriberEffect]:
     for message in messages:
-        if isinstance(message, Segment | Forget):
+        if isinstance(message, Segment | DeviceSegment | Forget):
             core.receive_door(message)
         else:
             core.receive_bus(message)
         core.validate()
-    return [effect for effect in core.take_effects() if not isinstance(effect, fx.TakeSegment)]
+    return [effect for effect in core.take_effects() if not isinstance(effect, fx.TakeSegment | fx.TakeDevice)]
 
 
 def adopted() -> SubscriberProtocol:
@@ -125,6 +130,51 @@ def test_descriptor_manifest_and_announce_are_joined_in_any_order_of_the_channel
     assert effects == [granted()]
     assert core.leases == {5: 1}
     assert core.adopted == 1
+
+
+A, B = "0000000a-0000-4000-8000-000000000000", "0000000b-0000-4000-8000-000000000000"
+MIXED = make_manifest(
+    64, (GroupSpec(0, 64), GroupSpec(0, 64, 1), GroupSpec(0, 64, 2)),
+    tuple(TensorSpec(f"t{i}", "float32", (4,), (1,), i, 0, False, False) for i in range(3)),
+    (DeviceSpec(A, 64), DeviceSpec(B, 64)),
+)  # fmt: skip
+
+
+def on_device(device: str, nbytes: int = 64, segment: int = 7) -> DeviceSegment:
+    return DeviceSegment(incarnation=ONE, segment=segment, device=device, nbytes=nbytes, handle={"slot": 1})
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("sabm")))
+def test_a_version_is_complete_when_its_memory_is_here_on_every_device(order: tuple[str, ...]) -> None:
+    core = attached()
+    core.demand(Version(0))
+    core.take_effects()
+    bus = [*manifest_parts(MIXED, ONE), announce(layout=MIXED.digest)]
+    messages: dict[str, list[Any]] = {"s": [SEGMENT], "a": [on_device(A)], "b": [on_device(B)], "m": bus}
+    for key in order[:-1]:
+        assert feed(core, *messages[key]) == []
+    assert feed(core, *messages[order[-1]]) == [granted(manifest=MIXED)]
+    assert feed(core, Forget(incarnation=ONE, segments=(7,))) == [fx.ForgetSegments((SegmentId(7),))]
+    assert (core.segments, core.devices) == ({}, {})
+
+
+def test_memory_on_a_device_is_taken_once_and_only_of_this_incarnation() -> None:
+    core = attached()
+    core.receive_door(msgspec.structs.replace(on_device(A), incarnation=ONE + 1))
+    assert core.take_effects() == []
+    core.receive_door(on_device(A))
+    core.receive_door(on_device(B))
+    assert core.take_effects() == [fx.TakeDevice(SegmentId(7), d, 64, {"slot": 1}) for d in (A, B)]
+    with pytest.raises(ViolationError, match="second time"):
+        core.receive_door(on_device(A))
+
+
+def test_memory_on_a_device_that_is_too_small_is_a_violation() -> None:
+    core = attached()
+    core.demand(Version(0))
+    feed(core, SEGMENT, on_device(A), on_device(B, nbytes=63), *manifest_parts(MIXED, ONE))
+    with pytest.raises(ViolationError, match="64 bytes in a segment of 63"):
+        feed(core, announce(layout=MIXED.digest))
 
 
 def test_a_segment_of_this_incarnation_is_taken_and_no_other() -> None:
