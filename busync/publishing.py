@@ -253,7 +253,7 @@ async def _copy(server: Server, planned: Plan, segment: Pooled, queued: Mapping[
     for device, part in planned.devices.items():
         on_device = segment.devices[device]
         before = [event for index, event in queued.items() if index == on_device.index]
-        jobs.append(partial(on_device.fill, part.copies, before))
+        jobs.append(partial(on_device.fill, part, before))
     futures: list[asyncio.Future[None]] = []
     try:
         futures.extend(start_job(server.loop, server.workers, job) for job in jobs)

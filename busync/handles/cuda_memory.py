@@ -29,7 +29,6 @@ import torch
 
 from busync.errors import AllocationError, DeviceError
 from busync.forks import ForkAware, ensure_same_process, fork_lock, immortal, register
-from busync.handles.copying import Copy
 from busync.handles.cuda import (
     CANARY_BYTES,
     LAYOUT_PROBLEM,
@@ -41,6 +40,7 @@ from busync.handles.cuda import (
 )
 from busync.handles.cuda_backend import CudaBackend, CudaEvent, CudaStream, TorchCuda
 from busync.handles.cuda_build import CudaTensorBuilder
+from busync.handles.cuda_layout import CudaPlan
 from busync.manifest import Manifest
 
 logger = logging.getLogger("busync")
@@ -132,6 +132,8 @@ class CudaSegment:
         self._backend = exporter.backend
         self._stream = stream
         self._flat: torch.Tensor | None = flat
+        self._layout = b""  #: that ``_targets`` are for
+        self._targets: list[torch.Tensor] = []
         self._canary = secrets.token_bytes(CANARY_BYTES)
         start = canary_offset(nbytes)
         self._backend.write(flat[start : start + CANARY_BYTES], self._canary)
@@ -170,36 +172,46 @@ class CudaSegment:
         self.exports += 1
         return name_fields(reduced, self.device, buffer_bytes(self.nbytes), self._canary)
 
-    def write(self, copies: Iterable[Copy], after: Sequence[CudaEvent]) -> CudaEvent:
-        """Queue copies into the segment, on a stream of its own, once the events ``after`` have happened.
+    def write(self, plan: CudaPlan, after: Sequence[CudaEvent]) -> CudaEvent:
+        """Queue a plan's copies into the segment, on a stream of its own, once the events ``after`` have happened.
 
         Returns the moment at which everything is written. Announce nothing before somebody has waited for it
         (``synchronize``, which blocks: off the loop), and keep the sources until then.
         """
-        flat = self.flat
         for event in after:
             self._stream.wait(event)
-        for copy in copies:
-            source, itemsize = copy.source, copy.source.itemsize
-            span = 1 + sum((length - 1) * step for length, step in zip(source.shape, copy.stride, strict=True))
-            assert 0 <= copy.offset <= self.nbytes - span * itemsize, "a copy out of the segment"
-            target = flat[copy.offset : copy.offset + span * itemsize].view(source.dtype)
-            self._stream.copy(target.as_strided(source.shape, copy.stride), source)
+        self._stream.copy_all(self._targets_of(plan), [plan.sources[number] for _, number in plan.places])
+        for copy in plan.copies:
+            self._stream.copy(self._target(copy.offset, copy.source, copy.stride), copy.source)
         return self._stream.mark()
+
+    def _targets_of(self, plan: CudaPlan) -> list[torch.Tensor]:
+        """Tensors over the segment for what is copied as it lies. Equal layouts have the same, which are made once."""
+        if self._layout != plan.manifest.digest:
+            sources = [(offset, plan.sources[number]) for offset, number in plan.places]
+            self._targets = [self._target(offset, source, source.stride()) for offset, source in sources]
+            self._layout = plan.manifest.digest
+        return self._targets
+
+    def _target(self, offset: int, source: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        itemsize = source.itemsize
+        span = 1 + sum((length - 1) * step for length, step in zip(source.shape, stride, strict=True))
+        assert 0 <= offset <= self.nbytes - span * itemsize, "a copy out of the segment"
+        return self.flat[offset : offset + span * itemsize].view(source.dtype).as_strided(source.shape, stride)
 
     def builder(self, manifest: Manifest) -> CudaTensorBuilder:
         """A builder of writable tensors over this memory, for a loan."""
         flat = self.flat
         return CudaTensorBuilder(self._backend, self.index, flat.data_ptr(), self.nbytes, manifest, keep=flat)
 
-    def fill(self, copies: Iterable[Copy], after: Sequence[CudaEvent]) -> None:
+    def fill(self, plan: CudaPlan, after: Sequence[CudaEvent]) -> None:
         """As ``write``, and wait until everything is written. Blocks.
 
         Raises:
             DeviceError: the device has failed.
         """
         try:
-            self.write(copies, after).synchronize()
+            self.write(plan, after).synchronize()
         except RuntimeError as error:
             raise self._failed("the copy", error) from error
 
@@ -223,11 +235,13 @@ class CudaSegment:
     def drop(self) -> None:
         """Let go of the memory. It is free once the last export has ended and ``reap`` was called."""
         self._flat = None
+        self._layout, self._targets = b"", []
 
     def after_fork_in_child(self) -> None:
         """Keep the child from freeing what belongs to its parent."""
         if self._flat is not None:
             immortal(self._flat)
+            immortal(self._targets)
             self._flat = None
 
 

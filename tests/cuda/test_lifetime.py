@@ -88,7 +88,7 @@ def test_tensors_are_as_they_were_published() -> None:
     }
     planned = plan(source)
     manifest = planned.manifest
-    segment.write(planned.copies, []).synchronize()
+    segment.write(planned, []).synchronize()
     side.receive(1, segment.export(side.reader))
     builder = side.map(1, 1, manifest)
     for spec in manifest.tensors:
@@ -560,7 +560,7 @@ def test_copies_wait_for_what_the_caller_queued() -> None:
     training = publisher.process.current
     for tensor in weights.values():
         training.copy(tensor, torch.full_like(tensor, 2))  # queued on the caller's stream, and not done yet
-    moment = segment.write(plan(weights).copies, [publisher.process.mark(0)])
+    moment = segment.write(plan(weights), [publisher.process.mark(0)])
     moment.synchronize()
     side.receive(1, segment.export(side.reader))
     assert shows(side.tensors(1, 1), 2)
@@ -572,7 +572,7 @@ def test_without_waiting_the_old_values_would_travel() -> None:
     _, publisher, _ = world()
     segment, weights = publisher.segment(), state(1)
     publisher.process.current.copy(weights["w"], torch.full((8, 4), 2.0))
-    segment.write(plan(weights).copies, []).synchronize()
+    segment.write(plan(weights), []).synchronize()
     assert segment.flat[:4].view(torch.float32).item() == 1
 
 
@@ -580,7 +580,7 @@ def test_nothing_is_written_before_somebody_waits() -> None:
     _, publisher, _ = world()
     segment = publisher.segment()
     publisher.write(segment, 1)
-    moment = segment.write(plan(state(2)).copies, [])
+    moment = segment.write(plan(state(2)), [])
     assert segment.flat[:4].view(torch.float32).item() == 1
     moment.synchronize()
     assert segment.flat[:4].view(torch.float32).item() == 2
@@ -590,7 +590,7 @@ def test_a_copy_never_leaves_its_segment() -> None:
     _, publisher, _ = world()
     segment = publisher.segment(64)
     with pytest.raises(AssertionError, match="out of the segment"):
-        segment.write(plan(state(1)).copies, [])
+        segment.write(plan(state(1)), [])
 
 
 def test_a_segment_wears_out_before_torch_runs_out_of_events() -> None:

@@ -95,7 +95,7 @@ class PublisherSide:
         return self.exporter.create(self.device, nbytes)
 
     def write(self, segment: CudaSegment, version: int) -> None:
-        moment = segment.write(plan(state(version)).copies, [self.process.mark(0)])
+        moment = segment.write(plan(state(version)), [self.process.mark(0)])
         moment.synchronize()
 
 

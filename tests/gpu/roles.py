@@ -117,7 +117,7 @@ class Exporter(GpuRole):
         weights = {name: tensor.to(f"cuda:{segment.index}") for name, tensor in source(version).items()}
         weights |= {"tied": weights["long"], "part": weights["long"][2:4]}
         after = [self.exporter.backend.mark(segment.index)]
-        segment.write(plan_cuda(Flat(weights)).copies, after).synchronize()
+        segment.write(plan_cuda(Flat(weights)), after).synchronize()
 
     def export(self, number: int, pid: int, name: str) -> Sent:
         return encode_handle(self.segments[number].export(Reader.of(pid, name)))
