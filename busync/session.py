@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -31,7 +32,6 @@ from busync.handles import (
     ReceivedSegment,
     TensorBuilder,
     check_segment,
-    copy_private,
     decode_handle,
     expect_large,
     gpus,
@@ -47,7 +47,7 @@ from busync.transport.board import BoardView
 from busync.transport.bus import DealerBus
 from busync.transport.door import DoorConnection, door_connect
 from busync.transport.endpoint import Endpoint
-from busync.wire import MAX_MESSAGE_BYTES, Abandon, Join, Release, decode_bus_down, decode_door_down, encode
+from busync.wire import MAX_MESSAGE_BYTES, Abandon, Join, Release, Want, decode_bus_down, decode_door_down, encode
 
 #: Seconds of messages that one turn handles before it lets the loop do something else.
 TURN = 0.008
@@ -105,16 +105,21 @@ class _Word(Struct, eq=False, gc=False):
     pid: int
     ended: deque[LeaseId]
     lease: LeaseId
+    said: bool  #: by a Want
     holds: weakref.WeakValueDictionary[LeaseId, Hold]  #: the session's
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and os.getpid() == self.pid:
+        if not self.said and not sys.is_finalizing() and os.getpid() == self.pid:
             self.door.send(self.packet)
             self.ended.append(self.lease)
 
 
 class Hold:
-    """This process's use of one version, under one lease. When it dies, its mappings are gone and Release is sent."""
+    """This process's use of one version, under one lease. When it dies, its mappings are gone and Release is sent.
+
+    The bytes of a small version are copied when they are first needed. From then on the lease is not, and ends with the
+    next Want if the hold lives as long.
+    """
 
     def __init__(
         self, session: Session, lease: LeaseId, version: Version, manifest: Manifest, segment: AttachedSegment | None
@@ -125,16 +130,19 @@ class Hold:
         self.manifest = manifest
         self.segment = segment
         self._mapped = session.mapped
+        self._spare = session.spare
+        self._bytes: bytearray | None = None  #: of a small version, as they were published; nobody writes to them
+        self._copying = threading.RLock()  #: nobody may find the lease gone half way
         #: of each mapping. Not its builder: that refers to the mapping, and the mapping to this hold
         self._memories: list[Memory] = []
         packet = encode(Release(lease=lease))
-        self._word = _Word(session.door, packet, os.getpid(), session.ended, lease, session.holds)
+        self._word = _Word(session.door, packet, os.getpid(), session.ended, lease, False, session.holds)
 
     def own_memory(self) -> TensorBuilder:
         """A builder of tensors over memory of this process, which keeps this hold alive.
 
-        A copy-on-write mapping of the segment; a copy if there is little. On a GPU the publisher's own memory, or a
-        copy if the reader uses another one.
+        A copy-on-write mapping of the segment; a copy, which does not, if there is little. On a GPU the publisher's own
+        memory, or a copy if the reader uses another one.
 
         Raises:
             AllocationError: it cannot be mapped, or copied.
@@ -151,13 +159,26 @@ class Hold:
         if segment is None or segment.fd is None or not nbytes:
             return TensorBuilder(memoryview(b""), self.manifest)
         if nbytes <= COPY_BYTES:
-            return TensorBuilder(copy_private(segment.readonly(), nbytes, keep=self), self.manifest)
+            return TensorBuilder(bytearray(self._copied(segment)), self.manifest)
         large = expect_large(segment.nbytes)
         with forks.fork_lock:
             mapping = map_private(segment.fd, segment.nbytes, keep=self, large=large)
             self._mapped.add(self.lease)
             self._stay_known()
         return TensorBuilder(mapping, self.manifest)
+
+    def _copied(self, segment: AttachedSegment) -> bytearray:
+        """The bytes of a small version, under its lease the first time."""
+        with self._copying:
+            if self._bytes is None:
+                self._bytes = bytearray(memoryview(segment.readonly())[: self.manifest.nbytes])
+                if not self.manifest.devices:
+                    self._spare.append(self.lease)
+            return self._bytes
+
+    def said(self) -> None:
+        """A Want has said that the lease has ended."""
+        self._word.said = True
 
     def _device_memory(self, spec: DeviceSpec) -> TensorBuilder:
         assert self.segment is not None, "memory on a GPU without a segment"
@@ -180,8 +201,11 @@ class Hold:
             DeviceError: a GPU has failed.
         """
         segment, manifest = self.segment, self.manifest
-        stored = segment is not None and manifest.nbytes
-        host = TensorBuilder(segment.readonly() if segment and stored else memoryview(b""), manifest)
+        memory: mmap.mmap | memoryview = memoryview(b"")
+        if segment is not None and manifest.nbytes:
+            small = manifest.nbytes <= COPY_BYTES
+            memory = memoryview(self._copied(segment)) if small else segment.readonly()
+        host = TensorBuilder(memory, manifest)
         if segment is None or not manifest.devices:
             plan.run(host)
             return
@@ -221,7 +245,10 @@ class Session(forks.ForkAware):
         self.incarnation = Incarnation(0)
         #: leases whose Release was sent, for the core to strike out
         self.ended: deque[LeaseId] = deque()
+        self.spare: deque[LeaseId] = deque()  #: leases of versions that were copied, for the core to know
         self.holds: weakref.WeakValueDictionary[LeaseId, Hold] = weakref.WeakValueDictionary()
+        #: of versions that were copied, and whose leases have ended
+        self.copies: weakref.WeakValueDictionary[Version, Hold] = weakref.WeakValueDictionary()
         #: leases on segments that tensors of the user may point into. A fork, perhaps on another thread, reads them
         #: here and not from the holds: one that it referred to would outlive its last use.
         self.mapped: set[LeaseId] = set()
@@ -273,12 +300,14 @@ class Session(forks.ForkAware):
             lease = self.ended.popleft()
             self.mapped.discard(lease)
             self.core.ended(lease)
-        if self.core.held > len(self.holds):
+        while self.spare:
+            self.core.spared(self.spare.popleft())
+        if self.core.held + len(self.core.spare) > len(self.holds):
             self._keep_words()
 
     def _keep_words(self) -> None:
         """Say Release for leases whose last user is gone without a word: Ctrl-C may strike inside a finalizer."""
-        for lease in self.core.held_leases().difference(self.holds):
+        for lease in self.core.without_hold(self.holds):
             self.door.send(encode(Release(lease=lease)))
             self.mapped.discard(lease)
             self.core.ended(lease)
@@ -313,6 +342,8 @@ class Session(forks.ForkAware):
             match effect:
                 case fx.ToDoor(message):
                     self.door.send(encode(message))
+                    if isinstance(message, Want) and message.released:
+                        self._said(message.released)
                 case fx.ConnectBus(token, incarnation, slot):
                     self._connect_bus(token, incarnation, slot)
                 case fx.TakeSegment(segment, nbytes):
@@ -329,6 +360,13 @@ class Session(forks.ForkAware):
                         self.segments.pop(segment).close()
                 case _:
                     events.append(effect)
+
+    def _said(self, released: tuple[int, ...]) -> None:
+        for lease in map(LeaseId, released):
+            hold = self.holds.pop(lease, None)
+            if hold is not None:
+                hold.said()
+                self.copies[hold.version] = hold
 
     def _take_fd(self, what: str) -> OwnedFd:
         fd, self._fd = self._fd, None

@@ -461,7 +461,7 @@ class Subscriber(forks.ForkAware):
         if ahead is None:
             self._check_held()
             ahead = self._take_ahead()  # it may have come just now
-        if ahead is not None and (ahead.version == session.newest or len(self._core.leases) >= self._core.max_held):
+        if ahead is not None and (ahead.version == session.newest or self._core.taken >= self._core.max_held):
             return self._hand_over(ahead)
         have = max(self.adopted, ahead.version if ahead is not None else Version(0))
         waiter = _Waiter(lambda: have)
@@ -559,7 +559,8 @@ class Subscriber(forks.ForkAware):
         last = self._last
         if session is None or last is None or last.version != session.newest or last.version < enough:
             return None
-        hold = next((h for h in list(session.holds.values()) if h.version == last.version), None)
+        holds = [*session.holds.values(), *session.copies.values()]
+        hold = next((h for h in holds if h.version == last.version), None)
         return Snapshot(self, last, hold, session.incarnation) if hold is not None else None
 
     def _take_ahead(self) -> Snapshot | None:
@@ -592,7 +593,7 @@ class Subscriber(forks.ForkAware):
 
     def _watch_held(self) -> None:
         """See to it that no call waits without a word because others took the last lease while it waited."""
-        full = len(self._core.leases) >= self._core.max_held
+        full = self._core.taken >= self._core.max_held
         if self._waiters and full and self._held_timer is None:
             self._held_timer = self._attachment.loop.call_later(HELD_PATIENCE, self._look_held)
 
@@ -623,7 +624,7 @@ class Subscriber(forks.ForkAware):
         if session is None or not core.attached:
             return
         have: Version | None = min((waiter.have for waiter in self._waiters), default=None)
-        if have is None and self.options.prefetch and self._prefetched is None and len(core.leases) < core.max_held:
+        if have is None and self.options.prefetch and self._prefetched is None and core.taken < core.max_held:
             have = max(self.adopted, core.adopted)  # what a caller is about to get is not asked for again
         self._unsaid = session.door.pending > 0  # the publisher does not read: Wants and Withdraws would pile up
         if not self._unsaid:

@@ -70,6 +70,7 @@ class Want(Message, frozen=True, kw_only=True):
     have: Number  #: 0: anything
     digest: bool = False  #: also compute and send the version's content digest
     ack: Number = 0  #: as Ack with this version, said before; 0: nothing
+    released: Annotated[tuple[Number, ...], Meta(max_length=1024)] = ()  #: as Release with each of these, said before
 
 
 class Withdraw(Message, frozen=True, kw_only=True):

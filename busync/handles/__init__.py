@@ -30,10 +30,8 @@ from busync.handles.layout import Plan, like_plan, plan
 from busync.handles.load import LoadPlan, NameMap, plan_load
 from busync.handles.memory import (
     COPY_BYTES,
-    PrivateCopy,
     Segment,
     check_segment,
-    copy_private,
     create_segment,
     map_private,
     map_readonly,
@@ -60,7 +58,6 @@ __all__ = [
     "NameMap",
     "Plan",
     "Planner",
-    "PrivateCopy",
     "Reader",
     "ReceivedSegment",
     "Segment",
@@ -69,7 +66,6 @@ __all__ = [
     "Tensors",
     "check_segment",
     "content_digest",
-    "copy_private",
     "create_segment",
     "decode_handle",
     "encode_handle",

@@ -136,25 +136,6 @@ def map_private(fd: OwnedFd, nbytes: int, keep: object = None, *, large: bool = 
     return memoryview(mapping)
 
 
-class _Kept(Struct, eq=False, gc=False):
-    """What must outlive a copy. The garbage collector does not see it: see ``_Place``."""
-
-    keep: object
-
-
-class PrivateCopy(bytearray):
-    """The bytes of a small segment, copied. Lives as long as any tensor made from it."""
-
-    _kept: _Kept
-
-
-def copy_private(segment: mmap.mmap, nbytes: int, keep: object = None) -> PrivateCopy:
-    """As ``map_private``, by a copy from a mapping for reading: faster and less memory for a few pages."""
-    copy = PrivateCopy(memoryview(segment)[:nbytes])
-    copy._kept = _Kept(keep)
-    return copy
-
-
 def map_readonly(fd: OwnedFd, nbytes: int) -> mmap.mmap:
     """Map a checked segment for reading. Forked children do not get it.
 

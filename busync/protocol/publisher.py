@@ -228,8 +228,13 @@ class PublisherProtocol:
             case Want():
                 if message.ack:
                     self._ack(session, message.ack)
-                    self._waits.progress(session)
+                for number in message.released:
+                    self._release(session, number)
                 self._want(session, message)
+                if message.released:
+                    self._serve_queue(topic, now)
+                if message.ack or message.released:
+                    self._waits.progress(session)
                 return
             case Withdraw():
                 self._withdraw(session, message)
@@ -238,9 +243,7 @@ class PublisherProtocol:
                 self._waits.progress(session)
                 return
             case Release():
-                lease = self._leases.get(LeaseId(message.lease))
-                if lease is not None and holds("own_lease", lease, session.id):
-                    self._end_lease(lease)
+                self._release(session, message.lease)
                 self._try_grant(session)
             case Abandon():
                 for lease_id in message.leases:
@@ -372,6 +375,11 @@ class PublisherProtocol:
         if version > session.granted:
             raise ViolationError(self._peer(session), f"ack of version {version}, which it was never granted")
         session.acked = max(session.acked, Version(version))
+
+    def _release(self, session: Session, number: int) -> None:
+        lease = self._leases.get(LeaseId(number))
+        if lease is not None and holds("own_lease", lease, session.id):
+            self._end_lease(lease)
 
     def _end_lease(self, lease: Lease) -> None:
         session = self.sessions[lease.session]

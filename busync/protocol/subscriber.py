@@ -7,6 +7,8 @@ is only how far the application has come in the present incarnation.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from busync.errors import OptionError, ViolationError, WireVersionError
 from busync.ids import Incarnation, LeaseId, SegmentId, Version, check_label
 from busync.manifest import MAX_DEVICES, GroupSpec, Manifest, TensorSpec, check_part
@@ -68,6 +70,7 @@ class SubscriberProtocol:
         self.max_held = 0
         #: leases of this session that have not ended: version by lease
         self.leases: dict[LeaseId, Version] = {}
+        self.spare: set[LeaseId] = set()  #: those that the application does not need: they end with the next Want
         self.segments: dict[SegmentId, int] = {}  #: bytes on the host
         self.devices: dict[SegmentId, dict[str, int]] = {}  #: bytes on GPUs
         self._want: Want | None = None
@@ -92,14 +95,19 @@ class SubscriberProtocol:
         return bool(self._effects)
 
     @property
-    def held(self) -> int:
-        """Leases that the application has: without that of a version which is still arriving."""
-        return len(self.leases) - (self._announce is not None)
+    def taken(self) -> int:
+        """Leases of which ``max_held`` may be open, without those that the next Want ends."""
+        return len(self.leases) - len(self.spare)
 
-    def held_leases(self) -> set[LeaseId]:
-        """Those leases."""
-        arriving = self._announce
-        return {lease for lease in self.leases if arriving is None or lease != arriving.lease}
+    @property
+    def held(self) -> int:
+        """Those of them that the application has: one may be of a version which is still arriving."""
+        return self.taken - (self._announce is not None)
+
+    def without_hold(self, holds: Container[LeaseId]) -> list[LeaseId]:
+        """Leases of versions that the application was handed, and that are not among ``holds``."""
+        arriving = self._announce.lease if self._announce is not None else None
+        return [lease for lease in self.leases if lease != arriving and lease not in holds]
 
     # The session
 
@@ -182,8 +190,18 @@ class SubscriberProtocol:
             self._withdraw(self._want)
         if have is not None:
             self._number += 1
-            self._want = Want(number=self._number, have=have, digest=self.digests, ack=self._take_ack())
+            self._want = Want(
+                number=self._number, have=have, digest=self.digests, ack=self._take_ack(), released=self._take_spare()
+            )
             self._say(self._want)
+
+    def _take_spare(self) -> tuple[LeaseId, ...]:
+        """Leases that end with a Want: one packet less wakes the publisher once less."""
+        released = tuple(sorted(self.spare))
+        for lease in released:
+            del self.leases[lease]
+        self.spare.clear()
+        return released
 
     def _take_ack(self) -> Version:
         """An Ack that was about to be said on its own: one packet less wakes the publisher once less."""
@@ -206,6 +224,12 @@ class SubscriberProtocol:
     def ended(self, lease: LeaseId) -> None:
         """A lease's Release was sent (by the finalizer of its last user)."""
         self.leases.pop(lease, None)
+        self.spare.discard(lease)
+
+    def spared(self, lease: LeaseId) -> None:
+        """The application needs a lease no more, though it has not ended: the next Want will say so."""
+        if lease in self.leases:
+            self.spare.add(lease)
 
     # Inside
 
@@ -307,4 +331,5 @@ class SubscriberProtocol:
             AssertionError: an invariant is broken.
         """
         assert len(self.leases) <= max(self.max_held, 0), "more leases than allowed"
+        assert self.spare <= self.leases.keys(), "a lease that has ended is spare"
         assert self._announce is None or self._want is not None, "an answer without a question"

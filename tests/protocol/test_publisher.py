@@ -587,6 +587,28 @@ def test_wait_for_releases() -> None:
     assert bench.effects() == [fx.WaitDone(wait, ("a",), (), (), ())]
 
 
+def test_leases_end_with_a_want_before_it_is_answered() -> None:
+    bench = Bench(max_segments=2, lease_timeout=50.0)
+    session, other = bench.join("a"), bench.join("b")
+    bench.publish()
+    lease, theirs = bench.hold(session, 1).lease, bench.hold(other, 1).lease
+    bench.publish()
+    everybody = bench.core.attached(TOPIC)
+    wait = bench.core.wait(TOPIC, Version(1), "released", None, everybody, bench.now + 30)
+    bench.effects()
+    bench.core.reserve(TOPIC, 64, State.WRITING, bench.now)
+    assert bench.effects() == [], "the publish waits for a segment"
+    bench.say(session, Want(number=2, have=1, released=(lease, theirs, 999)))
+    (announce,) = bench.only(fx.SendBus)
+    assert isinstance(announce.message, Announce)
+    assert announce.message.version == 2
+    assert bench.core.sessions[other].leases, "another session's lease"
+    bench.say(other, Want(number=2, have=1, released=(theirs,)))
+    effects = bench.effects()
+    assert [type(effect) for effect in effects] == [fx.PushSegment, fx.SendBus, fx.Reserved, fx.WaitDone]
+    assert effects[-1] == fx.WaitDone(wait, ("a", "b"), (), (), ())
+
+
 def test_a_wait_times_out_is_cancelled_or_has_nobody_to_wait_for() -> None:
     bench = Bench()
     session = bench.join("a")

@@ -283,6 +283,34 @@ def test_one_want_at_a_time() -> None:
     assert core.take_effects() == [fx.ToDoor(Withdraw(number=2))]
 
 
+def test_a_lease_that_is_not_needed_ends_with_the_next_want() -> None:
+    core = adopted()
+    core.take_effects()
+    assert (core.held, core.taken) == (1, 1)
+    core.spared(LeaseId(5))
+    core.spared(LeaseId(99))
+    assert (core.held, core.taken, core.leases) == (0, 0, {5: 1})
+    assert core.take_effects() == [], "nothing is said for it alone"
+    core.demand(Version(1))
+    assert core.take_effects() == [fx.ToDoor(Want(number=2, have=1, released=(5,)))]
+    core.validate()
+    assert core.leases == {}
+    core.ended(LeaseId(5))
+    core.spared(LeaseId(5))
+    core.demand(Version(2))
+    assert core.take_effects() == [fx.ToDoor(Withdraw(number=2)), fx.ToDoor(Want(number=3, have=2))]
+
+
+def test_a_lease_that_has_ended_first_is_not_said_again() -> None:
+    core = adopted()
+    core.take_effects()
+    core.spared(LeaseId(5))
+    core.ended(LeaseId(5))
+    core.validate()
+    core.demand(Version(1))
+    assert core.take_effects() == [fx.ToDoor(Want(number=2, have=1))]
+
+
 def test_what_was_withdrawn_is_never_granted() -> None:
     core = attached()
     core.demand(Version(0))
