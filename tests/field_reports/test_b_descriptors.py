@@ -57,7 +57,7 @@ MUTANTS = {
         "a turn blocks the loop",
     ),
     "test_b26_a_cancelled_fetch_leaves_nothing": Mutant(
-        "busync/subscriber.py",
+        "busync/asking.py",
         "        finally:\n            self._remove(waiter)\n            # An exception",
         "        finally:\n            # An exception",
         "who was cancelled stays in the list of those that wait",

@@ -539,7 +539,7 @@ async def test_b47_every_call_of_asyncio_code_in_a_forked_child_is_refused() -> 
 
 
 MUTANTS["test_b47_every_call_of_asyncio_code_in_a_forked_child_is_refused"] = Mutant(
-    "busync/subscriber.py",
+    "busync/asking.py",
     "    def _begin(self) -> None:\n        forks.ensure_same_process(self._pid, \"subscriber\")\n",
     "    def _begin(self) -> None:\n",
     "a child uses its parent's session",

@@ -60,7 +60,7 @@ MUTANTS = {
             "a wait that was in vain says nothing",
         ),
         Mutant(
-            "busync/subscriber.py", "        return WaitTimeout(f", "        raise TimeoutError(f",
+            "busync/asking.py", "        return WaitTimeout(f", "        raise TimeoutError(f",
             "a reader's error is bare",
         ),
     ),
