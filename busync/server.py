@@ -199,8 +199,7 @@ class Server(forks.ForkAware):
         self.workers.shutdown(wait=True)
         self._digester.shutdown(wait=True)
         self.pool.close()
-        if gpus.exporter().waiting():
-            gpus.exporter().reap()
+        gpus.exporter().tidy()
         if self.claim is not None:
             self.claim.release()
         if self._timer is not None:

@@ -373,6 +373,15 @@ class CudaExporter(ForkAware):
             self.backend.collect()
         return freed
 
+    def tidy(self) -> None:
+        """After a publisher's last drop: reap, and have torch remove its file of counters if nothing counts there.
+
+        By itself torch does so when the process ends, but not in a child of multiprocessing.
+        """
+        if self._streams:  # or nothing was ever made
+            self.reap()
+            self.backend.collect()
+
     def ensure_here(self) -> None:
         """Check that this is not a forked child.
 
