@@ -29,14 +29,13 @@ from busync.handles import (
     LoadPlan,
     Memory,
     MixedBuilder,
+    PrivateMappings,
     ReceivedSegment,
     TensorBuilder,
     check_segment,
     decode_handle,
-    expect_large,
     gpus,
     live_names,
-    map_private,
     map_readonly,
 )
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
@@ -58,12 +57,13 @@ class SessionEnded(BusyncError):
 
 
 class AttachedSegment:
-    """A segment that the publisher sent: its descriptor, one read-only mapping for loads, and its memory on GPUs."""
+    """A segment that the publisher sent: its descriptor, its mappings for tensors and for loads, its memory on GPUs."""
 
     def __init__(self, segment: SegmentId, fd: OwnedFd | None = None, nbytes: int = 0) -> None:
         self.id = segment
         self.nbytes = nbytes  #: on the host
         self.fd = fd  #: None: it has no memory on the host, or that has not arrived yet
+        self.private = PrivateMappings(fd, nbytes) if fd is not None else None  #: for tensors that callers get
         self.devices: dict[str, ReceivedSegment] = {}  #: by UUID
         self._readonly: mmap.mmap | None = None
 
@@ -83,11 +83,15 @@ class AttachedSegment:
         """The session needs it no more; what is in use stays open. Mappings and descriptors go with the last user."""
         for memory in self.devices.values():
             memory.close()
+        if self.private is not None:
+            self.private.end()
 
     def after_fork_in_child(self) -> None:
         """Close the child's descriptor; the read-only mapping does not exist in the child."""
         if self.fd is not None:
             self.fd.close()
+        if self.private is not None:
+            self.private.after_fork_in_child()
         if self._readonly is not None:
             forks.immortal(self._readonly)
             self._readonly = None
@@ -115,10 +119,11 @@ class _Word(Struct, eq=False, gc=False):
 
 
 class Hold:
-    """This process's use of one version, under one lease. When it dies, its mappings are gone and Release is sent.
+    """This process's use of one version, under one lease.
 
-    The bytes of a small version are copied when they are first needed. From then on the lease is not, and ends with the
-    next Want if the hold lives as long.
+    When it dies, nothing of the version can be read here any more, and Release is sent. The bytes of a small version
+    are copied when they are first needed. From then on the lease is not needed, and ends with the next Want if the hold
+    lives as long.
     """
 
     def __init__(
@@ -160,9 +165,11 @@ class Hold:
             return TensorBuilder(memoryview(b""), self.manifest)
         if nbytes <= COPY_BYTES:
             return TensorBuilder(bytearray(self._copied(segment)), self.manifest)
-        large = expect_large(segment.nbytes)
+        private = segment.private
+        assert private is not None, "memory on the host without a descriptor"
+        private.prepare()
         with forks.fork_lock:
-            mapping = map_private(segment.fd, segment.nbytes, keep=self, large=large)
+            mapping = private.map(keep=self)
             self._mapped.add(self.lease)
             self._stay_known()
         return TensorBuilder(mapping, self.manifest)

@@ -6,7 +6,9 @@
     planner   the same for one source after another, of which most are alike
     copying   the plan's copies as jobs for worker threads
     memory    segments: made, sealed, checked, mapped
-    unmapper  a thread that unmaps large ones
+    private   copy-on-write mappings for callers' tensors, kept for the next version where nothing was written
+    pagemap   which pages were written to: the kernel's answer
+    unmapper  a thread that looks at large ones, and unmaps them
     build     manifest and mapped memory -> tensors; loans
     load      a version -> the modules of a reader
     digest    SHA-256 over the content of a version
@@ -39,8 +41,9 @@ from busync.handles.memory import (
 )
 from busync.handles.mixed import like_mixed
 from busync.handles.planner import Planner
+from busync.handles.private import PrivateMappings
 from busync.handles.source import Flat, Source, flatten
-from busync.handles.unmapper import expect_large, unmapping
+from busync.handles.unmapper import unmapping
 
 __all__ = [
     "COPY_BYTES",
@@ -58,6 +61,7 @@ __all__ = [
     "NameMap",
     "Plan",
     "Planner",
+    "PrivateMappings",
     "Reader",
     "ReceivedSegment",
     "Segment",
@@ -69,7 +73,6 @@ __all__ = [
     "create_segment",
     "decode_handle",
     "encode_handle",
-    "expect_large",
     "flatten",
     "gpus",
     "like_mixed",

@@ -27,8 +27,8 @@ MUTANTS = {
     ),
     "test_b04_a_kept_tensor_costs_memory_and_no_descriptor": Mutant(
         "busync/session.py",
-        "segment.nbytes, keep=self,",
-        "segment.nbytes, keep=(self, segment.fd.dup()),",
+        "private.map(keep=self)",
+        "private.map(keep=(self, segment.fd.dup()))",
         "each mapping in place keeps a descriptor",
     ),
     "test_b05_tensors_are_no_mappings": Mutant(

@@ -5,7 +5,7 @@ import gc
 import io
 import mmap
 import weakref
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from torch import nn
 from busync.errors import ClosedError, HandleError
 from busync.handles import (
     LoanBuffer,
+    PrivateMappings,
     TensorBuilder,
     create_segment,
     flatten,
     like_plan,
-    map_private,
     open_segment,
     plan,
 )
@@ -28,17 +28,17 @@ from busync.manifest import GroupSpec, Manifest, TensorSpec
 PAGE = mmap.PAGESIZE
 
 
-def published() -> tuple[TensorBuilder, weakref.ref[mmap.mmap], dict[str, TensorSpec]]:
+def published() -> tuple[TensorBuilder, weakref.ref[Any], dict[str, TensorSpec]]:
     """A builder over a private mapping with a, b (tied) and c; nothing else refers to the mapping."""
     weight = torch.arange(6.0).view(2, 3)
     planned = plan(flatten({"a": weight, "b": weight, "c": torch.ones(4), "empty": torch.empty(0)}))
     segment = create_segment(open_segment("busync-test"), PAGE)
     for job in planned.jobs(segment.mapping, 1):
         job()
-    mapping = map_private(segment.fd, PAGE)
+    memory = PrivateMappings(segment.fd, PAGE).map()  # without prepare(): nothing is kept
     segment.fd.close()
-    builder = TensorBuilder(mapping, planned.manifest)
-    return builder, weakref.ref(cast("mmap.mmap", mapping.obj)), {spec.name: spec for spec in planned.manifest.tensors}
+    builder = TensorBuilder(memory, planned.manifest)
+    return builder, weakref.ref(memory.obj), {spec.name: spec for spec in planned.manifest.tensors}
 
 
 def test_the_mapping_lives_as_long_as_any_tensor() -> None:
