@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from bench.cells import FULL, GPU, GPU_SMOKE, QUICK, SMOKE, Group
+from bench.cells import FULL, GPU, GPU_SMOKE, QUICK, SLOW, SMOKE, Group
 from bench.loops import measure_loops
 from bench.memory import measure_memory
 from bench.one import NO_DEVICE, Effort, Measured, measure, raise_limits
@@ -33,10 +33,11 @@ from bench.works import BOUNDS, OURS
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "bench" / "results"
 GPU_RESULTS: Final = ROOT / "bench" / "results-gpu"
-ENOUGH: Final = 5.0  #: seconds of a turn, starts and ends included, after which a peer gets no other, but in a full run
+ENOUGH: Final = 4.0  #: seconds of a turn, starts and ends included, after which a peer gets no other, but in a full run
 BUDGET: Final = 480.0  #: seconds of a short run; where it is behind them, peers get one turn
 GPU_BUDGET: Final = 330.0  #: the same on a GPU; there nobody gets another turn then, and peers get none
 BEHIND: Final = "left out, for the run was behind its pace (--full leaves out nothing)"
+SLOWLY: Final = "left to --full: it takes longer there than all others together"
 VERSIONS: Final = ("torch", "pyzmq", "msgpack", "msgspec", "uvloop", "safetensors", "torchrl", "ray")
 
 
@@ -61,7 +62,7 @@ def main() -> int:
         say(f"[{number}/{len(groups)}, {time.monotonic() - begun:.0f} s] {', '.join(map(str, cells))}")
         mode = cells[0].mode
         if mode == "memory":
-            results["memory"] += [_memory(cell, systems) for cell in cells]
+            results["memory"] += [_memory(cell, systems, options) for cell in cells]
         elif mode == "loops":
             results["loops"] += [_loops(cell, options) for cell in cells if any(system.can(cell) for system in systems)]
         else:
@@ -112,6 +113,10 @@ def _timed(cells: Group, systems: list[System], options: argparse.Namespace, due
             before = runs.setdefault(key, []) if system.can(cell) else None
             if before is None or (before and before[-1].failed):
                 continue
+            if not options.full and system.name in SLOW.get(str(cell), ()):
+                before.append(Measured(failed=SLOWLY))
+                took[key] = 0.0
+                continue
             if before and not options.full and _enough(*key, took[key], due):
                 continue
             if not before and not options.full and _hopeless(*key, due):
@@ -159,11 +164,12 @@ def _row(blocks: list[Measured]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _memory(cell: Cell, systems: list[System]) -> dict[str, Any]:
+def _memory(cell: Cell, systems: list[System], options: argparse.Namespace) -> dict[str, Any]:
     """What the processes of each system take."""
     rows: dict[str, Any] = {}
     for system in systems:
-        if system.can(cell):
+        slow = not options.full and system.name in SLOW.get(str(cell), ())
+        if system.can(cell) and not slow:
             begun = time.monotonic()
             row = measure_memory(system, cell)
             rows[system.name] = row | {"took": round(time.monotonic() - begun, 2)}
