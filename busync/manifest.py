@@ -179,12 +179,12 @@ def _check_groups(sizes: Sequence[int], groups: Sequence[GroupSpec], ends: dict[
     if not 0 <= sizes[0] <= MAX_SEGMENT_BYTES:
         raise ValueError(f"{sizes[0]} bytes are not a segment")
     for group in groups:
-        if group.nbytes == 0 and group.offset_bytes == 0 and group.memory == 0:
+        if group.memory >= len(sizes):
+            raise ValueError(f"a group is in memory {group.memory} of {len(sizes)}")
+        if group.nbytes == 0 and group.offset_bytes == 0:
             continue
         if group.nbytes <= 0 or group.offset_bytes % ALIGNMENT:
             raise ValueError("a group is empty or misaligned")
-        if group.memory >= len(sizes):
-            raise ValueError(f"a group is in memory {group.memory} of {len(sizes)}")
         if group.offset_bytes < ends.get(group.memory, 0):
             raise ValueError("two groups overlap or are out of order")
         end = ends[group.memory] = group.offset_bytes + group.nbytes
