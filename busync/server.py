@@ -27,7 +27,7 @@ from busync import forks
 from busync.calls import Call, Outcome, start_job
 from busync.errors import BusyncError, ClosedError, DecodeError, DeviceError, FdError, ProtocolError
 from busync.fds import fd_budget, raise_fd_limit
-from busync.handles import Planner, Reader, TensorBuilder, content_digest, encode_handle, gpus
+from busync.handles import Planner, Reader, TensorBuilder, content_digest, decode_handle, encode_handle, gpus
 from busync.ids import SegmentId, SessionId, Version, new_incarnation, new_token
 from busync.manifest import Manifest
 from busync.options import PublisherOptions
@@ -38,7 +38,16 @@ from busync.transport.board import Board
 from busync.transport.bus import RouterBus, Sent
 from busync.transport.door import DoorConnection, DoorListener
 from busync.transport.endpoint import Claim, Endpoint
-from busync.wire import DeviceSegment, Segment, Welcome, decode_bus_up, decode_door_up, encode, manifest_parts
+from busync.wire import (
+    DeviceSegment,
+    Segment,
+    Welcome,
+    decode_bus_up,
+    decode_door_down,
+    decode_door_up,
+    encode,
+    manifest_parts,
+)
 
 logger = logging.getLogger("busync")
 T = TypeVar("T")
@@ -288,7 +297,16 @@ class Server(forks.ForkAware):
         self._by_token.pop(peer.token, None)
         self.loop.remove_reader(peer.door.fileno())
         peer.door.shutdown()
+        if peer.exports:
+            self._take_back_undelivered(peer)
         peer.door.close()
+
+    def _take_back_undelivered(self, peer: Peer) -> None:
+        """Exports that have not reached their reader would count for as long as its process lives."""
+        for data in peer.door.undelivered():
+            message = decode_door_down(data)
+            if isinstance(message, DeviceSegment):
+                gpus.exporter().take_back(decode_handle(message.segment, message.nbytes, message.handle))
 
     # Effects
 

@@ -15,14 +15,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
 from busync import forks
-from busync.errors import BusyncError, ProtocolError, ViolationError
+from busync.errors import BusyncError, FdError, ProtocolError, ViolationError
 from busync.fds import OwnedFd
 from busync.handles import (
     COPY_BYTES,
@@ -46,7 +46,17 @@ from busync.transport.board import BoardView
 from busync.transport.bus import DealerBus
 from busync.transport.door import DoorConnection, door_connect
 from busync.transport.endpoint import Endpoint
-from busync.wire import MAX_MESSAGE_BYTES, Abandon, Join, Release, Want, decode_bus_down, decode_door_down, encode
+from busync.wire import (
+    MAX_MESSAGE_BYTES,
+    Abandon,
+    DeviceSegment,
+    Join,
+    Release,
+    Want,
+    decode_bus_down,
+    decode_door_down,
+    encode,
+)
 
 #: Seconds of messages that one turn handles before it lets the loop do something else.
 TURN = 0.008
@@ -398,6 +408,7 @@ class Session(forks.ForkAware):
         """End the session. Tensors in place stay usable; their leases end with the session at the publisher."""
         forks.unregister(self)
         self.door.shutdown()
+        self._give_back_unread()
         if self.bus is not None:
             self.bus.close()
         if self.board is not None:
@@ -406,6 +417,17 @@ class Session(forks.ForkAware):
             segment.close()
         self.segments.clear()
         self.core.stop()
+
+    def _give_back_unread(self) -> None:
+        """Exports that have arrived and were never looked at would count for as long as this process lives."""
+        with suppress(EOFError, ProtocolError, FdError):
+            while (packet := self.door.receive()) is not None:
+                for fd in packet.fds:
+                    fd.close()
+                with suppress(BusyncError):  # whatever is wrong with one, the next may be right
+                    message = decode_door_down(packet.data)
+                    if isinstance(message, DeviceSegment):
+                        gpus.importer().give_back(decode_handle(message.segment, message.nbytes, message.handle))
 
     def before_fork(self) -> None:
         """Take back the word on leases that a child will map as well."""

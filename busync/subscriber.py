@@ -148,6 +148,8 @@ class Subscriber(Asking):
             waiter.fail(error)
         self._waiters.clear()
         cancelled = False
+        for job in list(self._jobs):  # before the session ends: a load may open memory of a GPU
+            cancelled = await settle(job) or cancelled
         stop_at = time.monotonic() + UNMAP_PATIENCE
         while self._opened and letting_go() and time.monotonic() < stop_at:
             try:
@@ -160,8 +162,6 @@ class Subscriber(Asking):
             self._opened = False
             del self._attachment  # it refers back
         if self._executor is not None:
-            for job in list(self._jobs):
-                cancelled = await settle(job) or cancelled
             self._executor.shutdown(wait=True)
         if cancelled:
             raise asyncio.CancelledError

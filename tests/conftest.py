@@ -20,11 +20,23 @@ from tests.support.processes import Cast, forkserver
 from tests.support.stash import FAILED
 
 _watch = LoopWatch()
+EMULATED = "cudaemu" in os.environ.get("LD_PRELOAD", "")  #: whether CUDA is
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "blocks_loop: the test holds an event loop on purpose")
+    config.addinivalue_line("markers", "devices: the test runs on the CPU, and on a CUDA device where there is one")
     config.addinivalue_line("markers", "gpu: the test needs a CUDA device, real or emulated")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none: here and not by marks, which would fill pages of the summary."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("torch finds no CUDA device here")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -76,7 +88,8 @@ def _hostile(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterator[None
     yield
     if request.node.stash.get(FAILED, False):
         return  # its traceback keeps things alive
-    complaints = [] if request.node.get_closest_marker("blocks_loop") else _watch.take()
+    emulated = EMULATED and request.node.get_closest_marker("gpu")  # a copy is the work of whoever asks for it
+    complaints = [] if emulated or request.node.get_closest_marker("blocks_loop") else _watch.take()
     assert not complaints, "event loops complain: " + "; ".join(complaints)
     request.node.funcargs.clear()  # pytest keeps the values of fixtures that are over
     request.node.funcargs.clear()  # pytest would keep what fixtures gave until after this

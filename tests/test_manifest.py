@@ -97,6 +97,14 @@ def test_a_tensor_without_elements_needs_no_place() -> None:
     check_part(0, [GroupSpec(0, 0)], [spec(size=(0, 1 << 62), stride=(5, 1))])
 
 
+def test_a_tensor_without_elements_may_belong_to_a_device() -> None:
+    device = [DeviceSpec("00000000-0000-0000-0000-000000000001", 24)]
+    empty = spec("none", group=1, size=(0,), stride=(1,))
+    check_part(0, [GroupSpec(0, 24, 1), GroupSpec(0, 0, 1)], [spec(), empty], devices=device)
+    with pytest.raises(ValueError, match="memory 2 of 2"):
+        check_part(0, [GroupSpec(0, 24, 1), GroupSpec(0, 0, 2)], [spec(), empty], devices=device)
+
+
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [

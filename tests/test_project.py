@@ -107,7 +107,7 @@ def test_every_command_builds_the_environment_first(target: str, tmp_path: Path)
 
 def test_continuous_integration_runs_the_tests() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    assert (ROOT / ".ci" / "run").read_text().endswith("make test\nmake examples\n")
+    assert (ROOT / ".ci" / "run").read_text().endswith("make test\nmake test-cuda-emulated\nmake examples\n")
 
 
 def plain_environment() -> dict[str, str]:

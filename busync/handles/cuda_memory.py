@@ -22,6 +22,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -326,6 +327,13 @@ class CudaExporter(ForkAware):
     def exported_here(self, handle: CudaHandle) -> CudaSegment | None:
         """The segment, if it belongs to this very process: torch cannot open its own exports."""
         return self._here.get((handle.counter, handle.slot))
+
+    def take_back(self, handle: CudaHandle) -> None:
+        """Count an export down that its reader has certainly not received. ``reap`` will see it."""
+        self.ensure_here()
+        with suppress(RuntimeError):
+            if self.backend.count(handle.counter, handle.slot) == 1:
+                self.backend.release(handle.counter, handle.slot)
 
     def end(self, reader: Reader) -> None:
         """A session is over: its exports will end, and ``reap`` will see it."""

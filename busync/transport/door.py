@@ -35,6 +35,7 @@ _SO_PASSRIGHTS = 83  # Linux 6.16; Python does not name it
 _BUSY = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS, errno.EINTR})
 #: A send to a connection that has ended, which ``receive`` reports.
 _ENDED = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ECONNREFUSED, errno.ESHUTDOWN})
+_SWALLOWED = 256  #: packets that are remembered of those that came after the end
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _LIMIT_REMEDY = "raise the limit on open files (ulimit -n)"
 
@@ -72,6 +73,7 @@ class DoorConnection(forks.ForkAware):
         #: Packets that wait for room, oldest first. Appended to by anybody, taken from by whoever has ``_flushing``.
         self._outbox: deque[tuple[bytes, OwnedFd | None]] = deque()
         self._flushing = threading.Lock()  # only ever tried, never waited for
+        self._swallowed: deque[bytes] = deque(maxlen=_SWALLOWED)  #: sent after the end
         forks.register(self)
 
     def fileno(self) -> int:
@@ -82,6 +84,10 @@ class DoorConnection(forks.ForkAware):
     def pending(self) -> int:
         """How many packets wait for room."""
         return len(self._outbox)
+
+    def undelivered(self) -> list[bytes]:
+        """The packets that have certainly not arrived: those that wait, and the last that came after the end."""
+        return [*self._swallowed, *(data for data, _ in list(self._outbox))]
 
     def send(self, data: bytes, fd: OwnedFd | None = None) -> bool:
         """Send one packet, after those that wait; if there is no room, keep it (and a duplicate of ``fd``).
@@ -132,6 +138,7 @@ class DoorConnection(forks.ForkAware):
                 return False
             if error.errno not in _ENDED:
                 raise
+            self._swallowed.append(data)
         return True
 
     def receive(self) -> Packet | None:

@@ -385,6 +385,25 @@ async def test_a_reader_that_opens_nothing_costs_nothing_after_its_session(machi
     source.clear()
 
 
+@pytest.mark.blocks_loop
+async def test_an_export_that_its_reader_never_looked_at_costs_nothing_after_its_session(machine: Machine) -> None:
+    """It arrived, and the reader's process lives on: nobody else will ever count it down."""
+    source = on_gpu(machine, weights(1))
+    async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
+        asking = asyncio.create_task(sub.next(timeout=5))
+        await until(lambda: pub._server.core.sessions and sub._waiters)  # type: ignore[union-attr]
+        await asyncio.sleep(0.05)
+        blocked = pub._publish(source, "default", "", None, "none", 5.0)
+        blocked.block()  # this loop stands still while the version is sent
+        assert pub.status()["exports"] == 1
+        assert sub._session is not None
+        sub._session.close()  # as it ends when its connection breaks
+        await until(lambda: machine.exporter.outstanding() == [])
+        asking.cancel()
+        del blocked
+    source.clear()
+
+
 async def test_a_segment_that_was_exported_very_often_is_replaced(machine: Machine) -> None:
     source = on_gpu(machine, weights(1))
     async with busync.Publisher("p", max_segments=2) as pub:

@@ -16,6 +16,8 @@ from busync import blocking
 from tests.support import patterns
 from tests.support.roles import wait_until
 
+pytestmark = pytest.mark.devices
+
 
 def test_everything_once() -> None:
     model = patterns.Module()

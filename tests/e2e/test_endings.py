@@ -11,6 +11,7 @@ import time
 from unittest import mock
 
 import pytest
+import torch
 
 import busync
 from busync import wire
@@ -19,7 +20,11 @@ from tests.support.processes import Cast
 from tests.support.roles import soon, wait_until
 
 aio = pytest.mark.asyncio
-STATE = patterns.state(1, 1, patterns.SMALL)
+devices = pytest.mark.devices
+
+
+def _state() -> dict[str, torch.Tensor]:
+    return patterns.state(1, 1, patterns.SMALL)
 
 
 @aio
@@ -33,6 +38,7 @@ async def test_no_publisher() -> None:
 
 
 @aio
+@devices
 async def test_the_publisher_may_come_later() -> None:
     async def attach() -> busync.Snapshot:
         async with busync.Subscriber("p", connect_timeout=10) as sub:
@@ -41,7 +47,7 @@ async def test_the_publisher_may_come_later() -> None:
     waiting = asyncio.create_task(attach())
     await asyncio.sleep(0.1)
     async with busync.Publisher("p") as pub:
-        await pub.publish(STATE)
+        await pub.publish(_state())
         assert (await waiting).version == 1
         del waiting
 
@@ -58,9 +64,10 @@ async def test_in_use() -> None:
 
 
 @aio
+@devices
 async def test_opened_twice_and_used_too_early_or_too_late() -> None:
     pub, sub = busync.Publisher("p"), busync.Subscriber("p")
-    for ask in (lambda: pub.publish(STATE), lambda: pub.wait(1)):
+    for ask in (lambda: pub.publish(_state()), lambda: pub.wait(1)):
         with pytest.raises(busync.ClosedError):
             await ask()
     with pytest.raises(busync.UsageError, match="not open"):
@@ -80,7 +87,7 @@ async def test_opened_twice_and_used_too_early_or_too_late() -> None:
     with pytest.raises(busync.ClosedError):
         pub.status()
     with pytest.raises(busync.ClosedError):
-        await pub.publish(STATE)
+        await pub.publish(_state())
     for ask in (sub.next, sub.latest, lambda timeout: sub.wait_version(1, timeout)):
         with pytest.raises(busync.ClosedError):
             await ask(timeout=1)
@@ -91,9 +98,10 @@ async def test_opened_twice_and_used_too_early_or_too_late() -> None:
 
 
 @aio
+@devices
 async def test_pickling_and_copying_are_refused() -> None:
     async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
-        await pub.publish(STATE)
+        await pub.publish(_state())
         snapshot = await sub.next(timeout=5)
         for thing in (pub, sub, snapshot):
             for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
@@ -116,15 +124,18 @@ async def test_closing_while_calls_wait() -> None:
 
 
 @aio
-async def test_closing_the_publisher_while_calls_wait() -> None:
+@devices
+async def test_closing_the_publisher_while_calls_wait(device: str) -> None:
     pub = busync.Publisher("p", max_segments=2)
     await pub.__aenter__()
     async with busync.Subscriber("p") as sub:
-        publish = asyncio.create_task(pub.publish(STATE, wait="all"))
+        publish = asyncio.create_task(pub.publish(_state(), wait="all"))
         held = await sub.next(timeout=5)
+        if device == "cuda":
+            held.tensors  # noqa: B018  # later there would be none
         waits = [publish, asyncio.create_task(pub.wait(1, "released"))]
-        await pub.publish(STATE)
-        waits.append(asyncio.create_task(pub.publish(STATE)))  # finds no segment
+        await pub.publish(_state())
+        waits.append(asyncio.create_task(pub.publish(_state())))  # finds no segment
         await asyncio.sleep(0.05)
         await pub.close()
         for task in waits:
@@ -134,6 +145,7 @@ async def test_closing_the_publisher_while_calls_wait() -> None:
 
 
 @aio
+@devices
 async def test_a_load_runs_while_the_subscriber_closes() -> None:
     async with busync.Publisher("p") as pub:
         sub = busync.Subscriber("p")
@@ -148,7 +160,8 @@ async def test_a_load_runs_while_the_subscriber_closes() -> None:
 
 
 @aio
-async def test_a_publisher_goes_and_another_comes() -> None:
+@devices
+async def test_a_publisher_goes_and_another_comes(device: str) -> None:
     async with busync.Publisher("p") as pub:
         sub = busync.Subscriber("p", name="a")
         await sub.__aenter__()
@@ -156,6 +169,8 @@ async def test_a_publisher_goes_and_another_comes() -> None:
             await pub.publish(patterns.state(1, version))
         old = await sub.next(timeout=5)
         assert old.version == 3
+        if device == "cuda":
+            old.tensors  # noqa: B018  # later there would be none
         first = pub.incarnation
     await soon(lambda: not sub.connected)
     patterns.check(old.tensors, 1, 3)
@@ -250,6 +265,7 @@ def test_a_killed_publisher_is_noticed_without_a_call(cast: Cast) -> None:
     assert actor.call("check") == 1
 
 
+@devices
 def test_a_stopped_reader_holds_nobody_up(cast: Cast) -> None:
     learner = cast.publisher("policy", max_segments=2, lease_timeout=0.3)
     stuck, well = cast.subscriber("policy", name="stuck"), cast.subscriber("policy", "uvloop", name="well")

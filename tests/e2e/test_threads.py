@@ -13,6 +13,8 @@ import busync
 from busync import blocking
 from tests.support import patterns
 
+pytestmark = pytest.mark.devices
+
 SMALL = patterns.SMALL
 
 

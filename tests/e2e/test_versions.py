@@ -18,6 +18,7 @@ from tests.support import patterns
 from tests.support.roles import soon
 
 pytestmark = pytest.mark.asyncio
+devices = pytest.mark.devices
 
 
 async def _through(source: Any, **named: Any) -> tuple[busync.Snapshot, busync.PublishReport]:
@@ -29,13 +30,14 @@ async def _through(source: Any, **named: Any) -> tuple[busync.Snapshot, busync.P
     return snapshot, report
 
 
+@devices
 async def test_in_place(runtime_dir: object) -> None:
     source = patterns.state(1, 1)
     async with busync.Publisher("p") as pub, busync.Subscriber("p", name="a") as sub:
         report = await pub.publish(source, label="first")
         assert (report.version, report.waited) == (1, 0.0)
         for tensor in source.values():
-            tensor.fill_(-1)
+            patterns.fill(tensor, -1)
         snapshot = await sub.next(timeout=5)
         assert (snapshot.version, snapshot.label, snapshot.topic) == (1, "first", "default")
         assert snapshot.incarnation == pub.incarnation
@@ -54,6 +56,7 @@ async def test_an_edit_in_place_stays_here() -> None:
         patterns.check(again.tensors, 1, 1)
 
 
+@devices
 async def test_assigned_to_a_model_the_old_version_goes_by_itself() -> None:
     model = patterns.Module()
     async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
@@ -68,6 +71,7 @@ async def test_assigned_to_a_model_the_old_version_goes_by_itself() -> None:
     patterns.check(model.state_dict(), 3, 7)  # also without a session
 
 
+@devices
 @pytest.mark.parametrize("shapes", [patterns.SMALL, patterns.SHAPES], ids=["inline", "off the loop"])
 async def test_load_into(shapes: dict[str, tuple[int, ...]]) -> None:
     one, two = patterns.Module(shapes), patterns.Module(shapes)
@@ -86,6 +90,7 @@ async def test_load_into(shapes: dict[str, tuple[int, ...]]) -> None:
         assert pub.status()["subscribers"][0]["leases"] == []
 
 
+@devices
 async def test_a_load_inside_a_block_keeps_the_snapshot() -> None:
     async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
         await pub.publish(patterns.state(1, 1))
@@ -96,6 +101,7 @@ async def test_a_load_inside_a_block_keeps_the_snapshot() -> None:
             snapshot.tensors  # noqa: B018
 
 
+@devices
 async def test_a_load_after_tensors_keeps_the_snapshot() -> None:
     async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
         await pub.publish(patterns.state(1, 1))
@@ -106,6 +112,7 @@ async def test_a_load_after_tensors_keeps_the_snapshot() -> None:
         patterns.check(tensors, 1, 1)
 
 
+@devices
 async def test_load_with_other_names() -> None:
     class Policy(nn.Module):
         def __init__(self) -> None:
@@ -133,6 +140,7 @@ async def test_nested_containers_and_plain_values() -> None:
     }  # fmt: skip
 
 
+@devices
 async def test_plain_values_beside_a_module() -> None:
     """They join those of the source; what cannot travel is refused and burns no version."""
     module = torch.nn.Linear(1, 1)
@@ -152,6 +160,7 @@ async def test_plain_values_beside_a_module() -> None:
         assert (await pub.publish(module)).version == 3
 
 
+@devices
 async def test_pairs() -> None:
     snapshot, _ = await _through((name, tensor) for name, tensor in patterns.state(1, 1).items())
     patterns.check(snapshot.tensors, 1, 1)
@@ -164,12 +173,14 @@ async def test_only_values() -> None:
     assert snapshot.values == {"step": 5}
 
 
+@devices
 async def test_only_empty_tensors() -> None:
     snapshot, _ = await _through({"a": torch.empty(0), "b": torch.empty(3, 0, dtype=torch.int8)})
     assert snapshot.tensors["a"].shape == (0,)
     assert (snapshot.tensors["b"].shape, snapshot.tensors["b"].dtype) == ((3, 0), torch.int8)
 
 
+@devices
 @pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=TORCH_DTYPES)
 async def test_every_dtype(dtype: torch.dtype) -> None:
     raw = torch.arange(48, dtype=torch.uint8).mul_(5)
@@ -232,6 +243,7 @@ async def test_what_cannot_be_published_is_refused_by_name_and_burns_no_version(
         assert (await sub.next(timeout=5)).version == 1
 
 
+@devices
 async def test_the_layout_may_change_with_every_version() -> None:
     async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
         for version in range(1, 12):
@@ -242,6 +254,7 @@ async def test_the_layout_may_change_with_every_version() -> None:
             del snapshot
 
 
+@devices
 async def test_many_small_tensors() -> None:
     shapes: dict[str, tuple[int, ...]] = {f"layer.{i}": (3,) for i in range(3000)}
     async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
@@ -252,6 +265,7 @@ async def test_many_small_tensors() -> None:
             del snapshot
 
 
+@devices
 async def test_digests() -> None:
     async with busync.Publisher("p") as pub, busync.Subscriber("p", digests=True) as sub:
         for version in (1, 2):
@@ -264,6 +278,7 @@ async def test_digests() -> None:
             await (await sub.next(timeout=5)).digest()
 
 
+@devices
 async def test_released_from_a_cycle_and_from_another_thread() -> None:
     class Knot:
         def __init__(self, tensor: torch.Tensor) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
+TESTS = ["tests/gpu", "tests/e2e", "tests/field_reports"]
+TESTS_TIMEOUT, FIGURES_TIMEOUT = 380, 90  #: seconds; together less than 8 minutes
 
 
 def main() -> int:
@@ -29,9 +31,9 @@ def main() -> int:
     emulated = "cudaemu" in os.environ.get("LD_PRELOAD", "")
     begun = time.monotonic()
     junit = out.with_suffix(".xml")
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", f"--junit-xml={junit}"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *TESTS, f"--junit-xml={junit}"]
     try:
-        code = subprocess.run(command, cwd=ROOT, check=False, timeout=360).returncode
+        code = subprocess.run(command, cwd=ROOT, check=False, timeout=TESTS_TIMEOUT).returncode
     except subprocess.TimeoutExpired:
         code = 124
     figures = {
@@ -53,7 +55,7 @@ def measure() -> dict[str, float]:
     code = "import json; from tests.gpu.figures import measure; print(json.dumps(measure()))"
     command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=90)
+        done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=FIGURES_TIMEOUT)
     except subprocess.TimeoutExpired:
         return {}
     if done.returncode:

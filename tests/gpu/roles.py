@@ -5,11 +5,9 @@ Each class has variants with one thing wrong, for the tests of the tests.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import time
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -23,6 +21,7 @@ from busync.handles.cuda_import import CudaImporter, Import, ReceivedSegment, _U
 from busync.handles.cuda_layout import plan_cuda
 from busync.handles.cuda_memory import CudaExporter, CudaSegment, Reader
 from busync.manifest import Manifest
+from tests.support.gpu import emulator_stat
 from tests.support.roles import Role
 
 Sent = dict[str, Any]  #: a handle on its way
@@ -60,15 +59,6 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
         return True
     left, right = (tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in (left, right))
     return torch.equal(left, right)
-
-
-def emulator_stat(name: str) -> int:
-    """A count of the emulator's, 0 on a real device."""
-    with suppress(OSError, AttributeError):
-        stat = ctypes.CDLL("libcudart.so.13").cudaemu_stat
-        stat.restype = ctypes.c_long
-        return int(stat(name.encode()))
-    return 0
 
 
 class GpuRole(Role):

@@ -14,24 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from busync.errors import AllocationError, AttachError
 from tests.gpu import roles
 from tests.gpu.roles import Bus, Exporter, Importer
-from tests.support.processes import Actor, Cast
+from tests.support.devices import EMULATED, MARKS, two_devices
+from tests.support.gpu import SHARED, counter_files, remove_counter_files
+from tests.support.processes import STARTED, Actor, Cast
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
-    pytest.mark.timeout(120),
-]
+pytestmark = MARKS
 ROOT = Path(__file__).parents[2]
-SHARED = Path("/dev/shm")
-EMULATED = "cudaemu" in os.environ.get("LD_PRELOAD", "")
-two_devices = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices"
-)
 Make = Callable[..., Actor]
 
 
@@ -43,27 +35,20 @@ def exporter(cast: Cast) -> Actor:
 @pytest.fixture(autouse=True)
 def counters() -> Iterator[None]:
     """No counter file of torch's is left."""
-    before = files()
     yield
-    assert files() - before == set()
+    assert counter_files(STARTED) == set()
 
 
 @pytest.fixture
 def spoiled(cast: Cast) -> Iterator[None]:
     """For tests that break the rules: their processes end without a word, and what they leave is removed."""
-    before = files()
     yield
     for actor in cast._actors:
         actor._over = True
         actor.process.kill()
         actor.process.join()
         actor._pipe.close()
-    for name in files() - before:
-        (SHARED / name).unlink()
-
-
-def files() -> set[str]:
-    return {name for name in os.listdir(SHARED) if name.startswith("torch_")}
+    remove_counter_files(STARTED)
 
 
 def begin(cast: Cast, role: type, environment: dict[str, str] | None = None) -> Actor:
@@ -142,11 +127,11 @@ def test_a_publisher_that_has_closed_leaves_no_counters(cast: Cast, runtime_dir:
     reader.call("follow", str(runtime_dir / "bus"))
     publisher.call("publish", 7.0)
     assert reader.call("value") == 7.0
-    assert [name for name in files() if name.startswith(f"torch_{publisher.pid}_")] != []
+    assert [name for name in counter_files() if name.startswith(f"torch_{publisher.pid}_")] != []
     reader.call("end")
     publisher.call("settle")
     publisher.call("end")
-    assert [name for name in files() if name.startswith(f"torch_{publisher.pid}_")] == []
+    assert [name for name in counter_files() if name.startswith(f"torch_{publisher.pid}_")] == []
 
 
 def test_a_view_keeps_a_version_and_the_import_outlives_it(cast: Cast, exporter: Actor) -> None:

@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+#: Descriptors that are not counted: with which other threads look, and what CUDA, real or emulated, opens as it likes.
+PASSED_OVER = ("/proc/", "/dev/nvidia", "/memfd:cudaemu", "/dev/shm/torch_")
 PATIENCE = 3.0  #: seconds that leftovers get to disappear
 
 
@@ -41,7 +43,7 @@ def resources() -> Resources:
             link = os.readlink(f"/proc/self/fd/{number}")
         except FileNotFoundError:
             continue  # the one that lists them
-        if not link.startswith("/proc/"):  # nor those with which other threads look
+        if not link.startswith(PASSED_OVER):
             fds[link] += 1
     threads: Counter[str] = Counter(f"{t.name} ({t.ident})" for t in threading.enumerate())
     children: Counter[str] = Counter()

@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = ["pytest", "torch", "busync.publisher", "busync.subscriber", "busync.blocking", "tests.support.roles"]
+DEVICE = "BUSYNC_TEST_DEVICE"  #: the variable that names where ``patterns`` puts states
+INHERITED = (
+    "BUSYNC_RUNTIME_DIR",
+    DEVICE,
+    "CUDA_VISIBLE_DEVICES",
+)  #: the forkserver's environment is older than a test's
 STEP_TIMEOUT = 20.0  #: seconds that a step may take unless the test says otherwise
+STARTED: set[int] = set()  #: pids of all children
+KILLED: set[int] = set()  #: pids of children that did not end by themselves
 _TROUBLE = re.compile(r"Traceback|Warning|Error|Exception|Fatal|Executing|Assertion", re.IGNORECASE)
 
 
@@ -57,9 +65,10 @@ class Actor:
     def __init__(self, context: ForkServerContext, log: Path, role: str | type, *args: Any) -> None:
         self.log = log
         self._pipe, theirs = context.Pipe()
-        environment = {"BUSYNC_RUNTIME_DIR": os.environ["BUSYNC_RUNTIME_DIR"]}
+        environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
         self.process = context.Process(target=_serve, args=(theirs, str(log), environment, role, args))
         self.process.start()
+        STARTED.add(self.pid)
         theirs.close()
         self._busy, self._step = True, "make"
         self._over = False
@@ -129,6 +138,8 @@ class Actor:
         self._over = True
         self._pipe.close()
         pid = self.pid
+        if self.process.exitcode is None:
+            KILLED.add(pid)
         self.process.kill()
         # Not join(): it waits for a pipe that forked children of the child have, too.
         stop_at = time.monotonic() + STEP_TIMEOUT
@@ -201,10 +212,12 @@ def _serve(
     logging.basicConfig(level=logging.ERROR)
     os.environ.update(environment)
 
-    from tests.support import roles
+    from tests.support import gpu, roles
     from tests.support.loops import LoopWatch
     from tests.support.warm import warm_up
 
+    if os.environ.get(DEVICE) == "cuda":
+        gpu.warm_up()
     warm_up()
     make: Any = getattr(roles, role) if isinstance(role, str) else role
     watch = LoopWatch()

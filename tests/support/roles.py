@@ -19,7 +19,7 @@ import uvloop
 import busync
 from busync import blocking
 from busync.errors import BusyncError, ForkedError
-from tests.support import patterns
+from tests.support import gpu, patterns
 from tests.support.leaks import leftovers, resources
 
 FLAVOURS = ["asyncio", "uvloop", "blocking"]
@@ -35,18 +35,26 @@ class Role:
         self._child = 0
         self._to_child = -1
         self._before = resources()
+        self._allocated = gpu.allocated() if patterns.device().type == "cuda" else 0
 
     def stop(self) -> None:
         raise NotImplementedError
 
     def left(self) -> str:
-        return leftovers(self._before)
+        left = leftovers(self._before)
+        if patterns.device().type == "cuda":
+            left += gpu.left(self._allocated)
+        return left
 
     def pid(self) -> int:
         return os.getpid()
 
     def fds(self) -> int:
         return sum(resources().fds.values())
+
+    def gpu(self) -> dict[str, int]:
+        """What this process uses of a GPU."""
+        return gpu.usage() if patterns.device().type == "cuda" else {}
 
     def mappings(self) -> int:
         """Mapped segments and boards."""
@@ -193,7 +201,7 @@ class SubscriberRole(Role):
         """Write into every tensor in place, which nobody else may notice."""
         for tensors in self.held.values():
             for tensor in tensors.values():
-                tensor.fill_(-1)
+                patterns.fill(tensor, -1)
 
     def state(self) -> dict[str, Any]:
         return {"version": self.sub.version, "adopted": self.sub.adopted, "lag": self.sub.lag}
@@ -283,7 +291,7 @@ class PublisherRole(Role):
         state = patterns.state(self.seed, self.version + 1)
         report = self.pub.publish(state, label=str(self.seed), wait=wait, timeout=timeout)
         for tensor in state.values():
-            tensor.fill_(-2)
+            patterns.fill(tensor, -2)
         self.version += 1
         assert report.version == self.version
         return {"version": report.version, "acked": report.acked, "pending": report.pending, "gone": report.gone}
