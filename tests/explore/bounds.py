@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from typing import Any, Final
 
@@ -31,6 +32,14 @@ def spend(budget: int, shift: int) -> int:
         if not budget >> ALL_FAULTS:
             budget &= (1 << FIRST_FAULT) - 1
     return budget
+
+
+@cache
+def covers(more: int, less: int) -> bool:
+    """Whether everything that the second budget allows, the first one does."""
+    if more >> ALL_FAULTS < less >> ALL_FAULTS:
+        return False
+    return all(more >> shift & 3 >= less >> shift & 3 for shift in SHIFT.values())
 
 
 def calm(budget: int) -> bool:
@@ -62,6 +71,12 @@ class Bound:
     digests: bool = False  #: readers ask for content digests
     any_order: bool = False  #: messages of the two channels overtake each other without limit
     acks: bool = False  #: readers acknowledge what they adopt
+    other: bool = False  #: instead of reader B there is any other reader; see ``other``
+
+    def __post_init__(self) -> None:
+        # What others hold is taken apart into sessions of one version each. Whether somebody is overdue, which is the
+        # one thing that goes by session, is asked when a publish waits; here, none does after one has timed out.
+        assert not self.other or self.publishes <= self.max_segments + 1, "it would matter who is overdue"
 
     def budget(self) -> int:
         """What may happen, packed."""

@@ -50,6 +50,7 @@ def segments_at_publisher(state: PublisherState) -> int:
     used = {segment for segment, _ in state.pool}
     used.update(segment for session in state.sessions for segment in session.pushed)
     used.update(place.segment for session in state.sessions for _, place in session.leases)
+    used.update(other.entry.segment for other in state.others)
     used.update(e.segment for topic in state.topics if topic for e in topic.entries)
     return mask_of(used)
 
@@ -161,6 +162,7 @@ def rename_segments(state: PublisherState, segment: Rename, following: int) -> P
         pool=tuple((segment(s), content) for s, content in state.pool),
         jobs=tuple(job._replace(entry=place(job.entry) if job.entry else None) for job in state.jobs),
         digests=tuple(d._replace(entry=place(d.entry)) for d in state.digests),
+        others=tuple(o._replace(entry=place(o.entry)) for o in state.others),
     )
 
 

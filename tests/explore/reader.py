@@ -104,7 +104,7 @@ class ReaderProcess:
             granted=core._granted if self.bound.acks else 0,
             acked=core._acked,
             have=self.have,
-            last=self.last,
+            last=self.last if self.last[0] == (core.incarnation or 0) or not self.bound.other else (0, 0),
             mappings=tuple(sorted(self.mappings)),
         )
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 from busync.protocol.guards import GUARDS
 from tests.explore.bounds import Bound
-from tests.explore.space import NAMES_OF_READERS, Space
+from tests.explore.bounds import BUDGET_BITS, covers
+from tests.explore.space import NAMES_OF_READERS, Space, BUDGET_MASK
+from tests.explore.views import OtherSpace
 
 
 @dataclass(slots=True)
@@ -28,6 +30,8 @@ class Result:
 
 def explore(bound: Bound, *, report: Callable[[str], None] | None = None, limit_s: float = float("inf")) -> Result:
     """Visit every state of a world, until one is at fault."""
+    if bound.other:
+        return explore_other(bound, report=report, limit_s=limit_s)
     space = Space(bound)
     result = Result(bound)
     began = said = time.process_time()
@@ -53,6 +57,51 @@ def explore(bound: Bound, *, report: Callable[[str], None] | None = None, limit_
         level = following
         result.depth += bool(level)
         result.states, result.seconds = len(seen), time.process_time() - began
+        if result.seconds > limit_s:
+            return result
+    result.complete = True
+    return result
+
+
+def explore_other(
+    bound: Bound, *, report: Callable[[str], None] | None = None, limit_s: float = float("inf")
+) -> Result:
+    space = OtherSpace(bound)
+    result = Result(bound)
+    began = said = time.process_time()
+    start = space.start()
+    seen: dict[int, list[int]] = {start >> BUDGET_BITS: [start & BUDGET_MASK]}
+    level: list[tuple[int, bytes]] = [(start, b"")]
+    result.states = 1
+    while level:
+        following: list[tuple[int, bytes]] = []
+        for state, path in level:
+            if state & BUDGET_MASK not in seen[state >> BUDGET_BITS]:
+                continue
+            for i, successor in enumerate(space.successors(state)):
+                result.transitions += 1
+                if successor.fault:
+                    result.fault = successor.fault
+                    result.story, result.depth = tell(space, path + bytes([i])), result.depth + 1
+                    result.seconds = time.process_time() - began
+                    return result
+                new = successor.state
+                core, budget = new >> BUDGET_BITS, new & BUDGET_MASK
+                known = seen.get(core)
+                if known is None:
+                    seen[core] = [budget]
+                elif any(covers(b, budget) for b in known):
+                    continue
+                else:
+                    seen[core] = [b for b in known if not covers(budget, b)] + [budget]
+                result.states += 1
+                following.append((new, path + bytes([i])))
+            if report is not None and result.transitions % 64 == 0 and time.process_time() - said > 10:
+                said = time.process_time()
+                report(f"  {bound.name}: {result.states:,} states, {len(space.publishers):,}p {len(space.sides.table):,}s depth {result.depth}, {said - began:.0f} s")
+        level = following
+        result.depth += bool(level)
+        result.seconds = time.process_time() - began
         if result.seconds > limit_s:
             return result
     result.complete = True

@@ -33,6 +33,7 @@ class Side(NamedTuple):
     reader: ReaderState = ReaderState()
     link: Link | None = None
     old: tuple[tuple[int, tuple[Packet, ...]], ...] = ()
+    gone: bool = False  #: the reader will not come again; only what it left counts (see ``views``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Move:
     action: Action | None = None  #: of the publisher; its first argument is the slot of the session
     fault: str = ""
     repeated: bool = False  #: what is delivered is a repetition, so it may be a violation
+    again: int = -1  #: the side that goes on after the end of the session, where ``side`` is what it left
 
 
 class SideFacts:
@@ -97,6 +99,7 @@ class Sides:
         self._calm_moves: dict[int, list[Move]] = {}
         self._answers: dict[tuple[int, int, tuple[Packet, ...], bool], int] = {}
         self._deaths: dict[int, int] = {}
+        self._late_moves: dict[int, list[Move]] = {}
 
     @cached_property
     def start(self) -> int:
@@ -149,6 +152,19 @@ class Sides:
                 move = Move(text, FREE, number, (), ("receive", after.link.slot, packet))
             if move.cost == FREE:
                 moves.append(move)
+        return moves
+
+    def late_moves(self, number: int) -> list[Move]:
+        """What may still happen to a side whose session the publisher does not know any more.
+
+        What its reader maps it keeps: that is the worst, and letting go would be heard by nobody.
+        """
+        moves = self._late_moves.get(number)
+        if moves is None:
+            side = self.table[number]
+            assert side.link is not None, "a session"
+            moves = [*self._down(side, side.link), *self._waiting(side)]
+            self._late_moves[number] = moves
         return moves
 
     def idle_end(self, number: int, busy: Container[int]) -> Move | None:
@@ -257,6 +273,9 @@ class Sides:
         step = self._step(side, "end")
         assert isinstance(step, ReaderStep), step
         reader = ReaderState() if killed else step.state
+        if self.bound.other:
+            again = -1 if killed else self.number(Side(reader))
+            return Move(text, cost, self.number(Side(old=old, gone=True)), remnants, again=again)
         return Move(text, cost, self.number(Side(reader, None, old)), remnants)
 
     def _remnants(self, side: Side) -> Remnants:
@@ -266,7 +285,9 @@ class Sides:
 
     def _application(self, side: Side) -> list[Move]:
         reader, link = side.reader, side.link
-        moves = []
+        moves: list[Move] = []
+        if side.gone:
+            return moves
         if link is None:
             slot = min(set(range(SLOTS)) - {slot for slot, _ in side.old})
             step = self._step(side, "connect")
@@ -274,10 +295,7 @@ class Sides:
             after = self.number(side._replace(reader=step.state, link=Link(slot, COUNTED, step.sent, ())))
             moves.append(Move("{r} connects", side=after, action=("connect", slot)))
             return moves
-        if reader.attached and reader.have == NOT_WAITING:
-            moves.append(self._stepped(side, "{r} waits for a newer version", FREE, "demand"))
-        if reader.attached and reader.have != NOT_WAITING:
-            moves.append(self._stepped(side, "{r} stops waiting", SHIFT["withdrawals"], "withdraw"))
+        moves += self._waiting(side)
         moves += [
             self._stepped(side, f"{{r}} lets go of version {m.version}", FREE, "release", m) for m in reader.mappings
         ]
@@ -285,6 +303,14 @@ class Sides:
             fork = self._stepped(side, "{r} forks", SHIFT["forks"], "fork")
             moves.append(Move(fork.text, fork.cost, fork.side, self._remnants(side), fault=fork.fault))
         return moves
+
+    def _waiting(self, side: Side) -> list[Move]:
+        """An application begins to wait, or stops waiting."""
+        if not side.reader.attached:
+            return []
+        if side.reader.have == NOT_WAITING:
+            return [self._stepped(side, "{r} waits for a newer version", FREE, "demand")]
+        return [self._stepped(side, "{r} stops waiting", SHIFT["withdrawals"], "withdraw")]
 
     def _deliveries(self, side: Side) -> list[Move]:
         link = side.link

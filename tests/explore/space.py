@@ -115,8 +115,11 @@ class Space:
             other = self._swap(publisher)
             swap = other < publisher
             publisher = min(publisher, other)
-        number = (((((publisher << BITS) | a) << BITS) | b) << BITS | remnants) << BUDGET_BITS | budget
-        return number, swap
+        return self._pack(publisher, a, b, remnants, budget), swap
+
+    @staticmethod
+    def _pack(publisher: int, a: int, b: int, remnants: int, budget: int) -> int:
+        return (((((publisher << BITS) | a) << BITS) | b) << BITS | remnants) << BUDGET_BITS | budget
 
     def parts(self, state: int) -> tuple[int, int, int, int, int]:
         """Publisher, reader A, reader B, remnants, budget."""
