@@ -51,6 +51,7 @@ def segments_at_publisher(state: PublisherState) -> int:
     used.update(segment for session in state.sessions for segment in session.pushed)
     used.update(place.segment for session in state.sessions for _, place in session.leases)
     used.update(other.entry.segment for other in state.others)
+    used.update(digest.entry.segment for digest in state.digests)  # perhaps given up meanwhile, and read all the same
     used.update(e.segment for topic in state.topics if topic for e in topic.entries)
     return mask_of(used)
 

@@ -45,13 +45,13 @@ class Act(NamedTuple):
     left: tuple[tuple[int, int], ...] = ()  #: segment and version that may stay mapped without anybody's word
 
 
-def acts(state: PublisherState, *, reduced: bool, digests: bool) -> Iterator[Act]:
+def acts(state: PublisherState, *, digests: bool) -> Iterator[Act]:
     """Everything that somebody else may do next."""
     for i, topic in enumerate(state.topics):
         newest = newest_place(topic) if topic else None
         if topic is None or newest is None:
             continue
-        if not reduced and all((o.topic, o.entry.place) != (i, newest) for o in state.others):
+        if all((o.topic, o.entry.place) != (i, newest) for o in state.others):
             yield Act(f"another reader gets version {topic.version}", "other_leases", i)
         asked = any((d.topic, d.version) == (i, topic.version) for d in state.digests)
         if digests and not asked and not topic.entries[newest].digested:
@@ -61,8 +61,7 @@ def acts(state: PublisherState, *, reduced: bool, digests: bool) -> Iterator[Act
         left = ((where.segment, where.version),)
         yield Act(f"another reader lets go of version {where.version}", "other_releases", i)
         yield Act(f"another reader is lost with version {where.version}", "other_is_lost", i, left)
-        if not reduced:
-            yield Act(f"another reader forks with version {where.version}", "other_forks", i, left)
+        yield Act(f"another reader forks with version {where.version}", "other_forks", i, left)
 
 
 def newest_place(topic: TopicState) -> int | None:
@@ -98,19 +97,13 @@ def lose(core: PublisherProtocol, session: Session) -> None:
     core.lost(session.id, NOW)
 
 
-def settle(core: PublisherProtocol, *, reduced: bool) -> None:
-    """End what makes no difference: a second lease on a version, sessions without one, and what is said above."""
+def settle(core: PublisherProtocol) -> None:
+    """End what makes no difference: a second lease on a version, and sessions without a lease."""
     seen: set[int] = set()
     for session in [s for s in core.sessions.values() if s.id >= FIRST_OTHER]:
         entries = {id(held.entry) for held in session.leases.values()}
-        useless = {
-            id(held.entry)
-            for held in session.leases.values()
-            if held.entry.tainted or held.entry.state in (State.PUBLISHED, State.ABANDONED)
-        }
-        if entries & (seen | (useless if reduced else set())):
+        if entries & seen:
             release(core, session)
         if not session.leases:
             core.lost(session.id, NOW)
         seen |= entries
-

@@ -14,6 +14,7 @@ from tests.explore.publisher import SLOTS
 from tests.explore.reader import NOT_WAITING, ReaderProcess, ReaderState, ReaderStep
 from tests.explore.steps import Action
 
+OVER = 99  #: any incarnation that is over, where there is any other reader: the one that lives is 1
 ENDED, COUNTED, DEAD = 0, 1, 2  #: the publisher ended the session, counts it, is dead
 Remnants = tuple[tuple[int, int], ...]  #: segment and version, mapped by whoever will never say a word about it
 
@@ -99,7 +100,6 @@ class Sides:
         self._calm_moves: dict[int, list[Move]] = {}
         self._answers: dict[tuple[int, int, tuple[Packet, ...], bool], int] = {}
         self._deaths: dict[int, int] = {}
-        self._late_moves: dict[int, list[Move]] = {}
 
     @cached_property
     def start(self) -> int:
@@ -152,19 +152,6 @@ class Sides:
                 move = Move(text, FREE, number, (), ("receive", after.link.slot, packet))
             if move.cost == FREE:
                 moves.append(move)
-        return moves
-
-    def late_moves(self, number: int) -> list[Move]:
-        """What may still happen to a side whose session the publisher does not know any more.
-
-        What its reader maps it keeps: that is the worst, and letting go would be heard by nobody.
-        """
-        moves = self._late_moves.get(number)
-        if moves is None:
-            side = self.table[number]
-            assert side.link is not None, "a session"
-            moves = [*self._down(side, side.link), *self._waiting(side)]
-            self._late_moves[number] = moves
         return moves
 
     def idle_end(self, number: int, busy: Container[int]) -> Move | None:
@@ -234,6 +221,8 @@ class Sides:
         if death is None:
             side = self.table[number]._replace(old=())
             link = side.link
+            if link is None and self.bound.other:
+                side = side._replace(reader=outlive(side.reader))
             if link is not None:
                 down = link.down if END in link.down else (*link.down, END)
                 side = side._replace(link=link._replace(up=(), down=down, counted=DEAD))
@@ -274,7 +263,9 @@ class Sides:
         assert isinstance(step, ReaderStep), step
         reader = ReaderState() if killed else step.state
         if self.bound.other:
-            again = -1 if killed else self.number(Side(reader))
+            if link is not None and link.counted == DEAD:
+                reader = outlive(reader)
+            again = self.number(Side(reader))
             return Move(text, cost, self.number(Side(old=old, gone=True)), remnants, again=again)
         return Move(text, cost, self.number(Side(reader, None, old)), remnants)
 
@@ -376,6 +367,13 @@ class Sides:
         if link.down:
             moves.append(Move(f"{text}, with all that was under way", lost, self.number(empty), (), action))
         return moves
+
+
+def outlive(reader: ReaderState) -> ReaderState:
+    """A reader without a session whose publisher is dead: the next one is another incarnation, as 1 again is not."""
+    incarnation = OVER if reader.incarnation else 0
+    last = (OVER, reader.last[1]) if reader.last[0] else reader.last
+    return reader._replace(incarnation=incarnation, last=last)
 
 
 def describe_error(error: Exception) -> str:

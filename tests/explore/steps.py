@@ -114,8 +114,6 @@ class PublisherProcess:
         job = self.jobs.pop(number)
         topic = self.core.topics[topic_name(job.topic)]
         version = topic.version + 1
-        if self.bound.other and self.bound.reduced and topic.ledger.newest() is not None:
-            other.lease(self.core, job.topic)
         assert job.entry is not None, "it has a segment"
         self.pool[job.entry.segment] = version
         layout = LAYOUTS[version % self.bound.layouts].digest
@@ -225,7 +223,7 @@ class PublisherProcess:
     def step(self) -> PublisherStep:
         """What came of it."""
         if self.bound.other:
-            other.settle(self.core, reduced=self.bound.reduced)
+            other.settle(self.core)
         self.pump()
         self._check()
         core = self.core

@@ -19,33 +19,18 @@ read it at every later moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import cached_property
 from typing import NamedTuple
 
 from busync.protocol.ledger import State
-from tests.explore.bounds import FREE, SHIFT, Bound, calm, spend
+from tests.explore.bounds import SHIFT, Bound, spend
 from tests.explore.other import acts
 from tests.explore.publisher import GONE, OtherState, PublisherState
-from tests.explore.reader import NOT_WAITING
-from tests.explore.sides import Move, Remnants, Side
+from tests.explore.sides import Move
 from tests.explore.space import Remnant, Space, Successor
 from tests.explore.steps import PublisherProcess
 
-DEAD_INCARNATION = 99  #: every incarnation that is over: none comes again
 UNLIMITED = frozenset(SHIFT[kind] for kind in ("publisher_crashes", "reader_crashes", "lost_sessions"))
 OF_PUBLISHER = sum(3 << SHIFT[kind] for kind in ("publishes", "cancels"))
-
-
-class Outcome(NamedTuple):
-    """How a session that the publisher does not know any more may end for its reader."""
-
-    fault: str
-    again: int  #: the side that goes on
-    left: Remnants  #: what it has mapped
-    budget: int
-    text: str
 
 
 class View:
@@ -68,10 +53,8 @@ class OtherSpace(Space):
     def __init__(self, bound: Bound) -> None:
         super().__init__(bound)
         self._views: dict[int, View] = {}
-        self._outcomes: dict[tuple[int, int], list[Outcome]] = {}
         self._absorbed: dict[int, int] = {}
         self._unheard: dict[int, int] = {}
-        self._outlived: dict[int, int] = {}
         self._restarted = self._publisher(PublisherState(topics=(None,) * bound.topics))
 
     def _state(self, publisher: int, a: int, b: int, remnants: int, budget: int) -> tuple[int, bool]:
@@ -83,38 +66,22 @@ class OtherSpace(Space):
         """Everything that may happen next."""
         publisher, side, nobody, remnants, budget = self.parts(state)
         found: list[Successor] = []
-        calmly = self.bound.reduced and not self.bound.any_order and calm(budget)
-        moves = self.sides.hurry(side, calm=calmly)
-        if not moves and (end := self.sides.idle_end(side, self.publisher_facts[publisher].busy[0])):
-            moves = [end]
-        if not moves:
-            moves = self.sides.calm_moves(side) if calmly else self.sides.moves(side)
-            moves = [*moves, *self._moves_of_publisher(publisher)]
-        for move in moves:
+        for move in (*self.sides.moves(side), *self._moves_of_publisher(publisher)):
             left = budget if move.cost in UNLIMITED and budget >> move.cost & 3 else spend(budget, move.cost)
             if left < 0:
                 continue
             if move.action == ("crash",):
-                self._crash(found, side, nobody, left, move)
+                sides = [self.sides.publisher_dies(side), nobody]
+                self._add(found, self._restarted, sides, 0, left, move, 0)
             else:
                 self._move(found, publisher, [side, nobody], remnants, left, move, 0)
         return found
 
     def _publisher_moves_of(self, state: PublisherState) -> list[Move]:
         moves = super()._publisher_moves_of(state)
-        for act in acts(state, reduced=self.bound.reduced, digests=self.bound.digests):
+        for act in acts(state, digests=self.bound.digests):
             moves.append(Move(act.text, remnants=act.left, action=(act.method, act.argument)))
         return moves
-
-    def _crash(self, found: list[Successor], side: int, nobody: int, budget: int, move: Move) -> None:
-        """The publisher is killed: what reader A still gets, it gets before it finds the next one."""
-        side = self.sides.publisher_dies(side)
-        for outcome in self._ends(side, budget):
-            if outcome.fault:
-                found.append(Successor(-1, outcome.fault, replace(move, text=move.text + outcome.text), 0, False))
-                continue
-            sides = [self._outlive(outcome.again), nobody]
-            self._add(found, self._restarted, sides, 0, outcome.budget, move, 0)
 
     def _move(
         self, found: list[Successor], publisher: int, sides: list[int], remnants: int, budget: int, move: Move,
@@ -128,78 +95,12 @@ class OtherSpace(Space):
         self, found: list[Successor], publisher: int, sides: list[int], remnants: int, budget: int, move: Move,
         reader: int,
     ) -> None:  # fmt: skip
-        side = self.sides.facts[sides[0]]
-        if side.link is not None and not side.counted:
-            self._add_ends(found, publisher, sides, remnants, budget, move)
-            return
-        if self.sides.table[sides[0]].gone:
-            if not remnants:
+        side = self.sides.table[sides[0]]
+        if side.gone:
+            if not remnants and not side.old:
                 return
             publisher, budget = self._unhear(publisher), budget & OF_PUBLISHER
         super()._add(found, publisher, sides, remnants, budget, move, reader)
-
-    def _add_ends(
-        self, found: list[Successor], publisher: int, sides: list[int], remnants: int, budget: int, move: Move
-    ) -> None:
-        """The publisher has ended the session: what reader A still gets and does, it does at once."""
-        if fault := self.fault(publisher, sides, remnants):
-            found.append(Successor(-1, fault, move, 0, False))
-            return
-        for outcome in self._ends(sides[0], budget):
-            then = replace(move, text=move.text + outcome.text)
-            if outcome.fault:
-                found.append(Successor(-1, outcome.fault, then, 0, False))
-                continue
-            left = self._leave(remnants, outcome.left, publisher)
-            self._add(found, publisher, [self.gone, sides[1]], left, outcome.budget, then, 0)
-            self._add(found, publisher, [outcome.again, sides[1]], 0, outcome.budget, then, 0)
-
-    # The ends of sessions
-
-    @cached_property
-    def gone(self) -> int:
-        """A reader that will not come again."""
-        return self.sides.number(Side(gone=True))
-
-    def _ends(self, number: int, budget: int) -> list[Outcome]:
-        """How a session ends for its reader that the publisher does not know any more."""
-        key = (number, budget)
-        outcomes = self._outcomes.get(key)
-        if outcomes is None:
-            outcomes = self._outcomes[key] = list(self._find_ends(number, budget))
-        return outcomes
-
-    def _find_ends(self, number: int, budget: int) -> Iterator[Outcome]:
-        if self.sides.table[number].link is None:
-            yield Outcome("", number, (), budget, "")
-            return
-        seen: set[tuple[int, int, int]] = set()
-        after = [(number, budget, "")]
-        for number, budget, text in after:  # noqa: B020, PLR1704
-            for move in self.sides.late_moves(number):
-                left = spend(budget, move.cost)
-                then = f"{text}; {move.text}"
-                if left >= 0 and move.fault:
-                    yield Outcome(move.fault, -1, (), left, then)
-                elif left >= 0 and (move.side, left, move.again) not in seen:
-                    seen.add((move.side, left, move.again))
-                    if move.again >= 0:
-                        yield Outcome("", move.again, move.remnants, left, then)
-                    else:
-                        after.append((move.side, left, then))
-
-    def _outlive(self, number: int) -> int:
-        """The side of a reader whose publisher is dead: the next one is another incarnation."""
-        other = self._outlived.get(number)
-        if other is None:
-            side = self.sides.table[number]
-            reader = side.reader
-            if reader.incarnation:
-                reader = reader._replace(incarnation=DEAD_INCARNATION)
-            if reader.last[0]:
-                reader = reader._replace(last=(DEAD_INCARNATION, reader.last[1]))
-            other = self._outlived[number] = self.sides.number(side._replace(reader=reader))
-        return other
 
     def _absorb(self, publisher: int) -> int:
         """What reader A had at the publisher is another reader's."""
