@@ -1,26 +1,21 @@
 """Any other reader: the most general honest reader, as the publisher's core and reader A can tell.
 
-In a world with ``other``, reader A is modelled in full, and everybody else by what they may do to the ledger. What the
-publisher's core decides about A depends on the others through their leases alone: whether a version has one, and
-whether one ended without its reader's word. So all their sessions, however many there are and whatever is lost,
-repeated or late on their way, are one lease for each version that somebody else holds, in a real session of the real
-core. Such a lease is
+What the publisher's core decides about one session depends on the others through their leases alone: whether a version
+has one, and whether one has ended without its reader's word. So all other sessions, however many there are, and
+whatever is lost, repeated or late on their way, are one lease for each version that somebody else holds, in a real
+session of the real core. Such a lease is
 
-* granted while its version is the newest (``lease``);
+* granted while its version is the newest (``lease``): whoever wants it and gets it later might have wanted it later;
 * ended by its reader's word, a Release or a Withdraw (``release``);
 * ended without it, as its reader or its session is gone (``lose``);
 * worth nothing any more, although it is still there, as its reader has forked (``abandon``).
 
-Each may come at any moment and any number of times; what goes wrong with others needs no budget. In return it is
-assumed of them, and checked of A in every state, that a reader maps only what it has a lease on or what is tainted
-(``Space.fault``). A is any reader: take the first state of a run that has a fault. Before it everybody kept to that, so
-from the view of the reader that the fault is about, this world has the same run.
+Each may come at any moment and any number of times, so what goes wrong with others needs no budget. What others hear
+makes no difference, and neither does a session without a lease, nor a second lease on the same version: two sessions
+that hold it are one here that ends with the later of them, and that a fork has made worthless if one was lost before.
 
-Where interleavings that make no difference are left out, so is this:
-
-* A lease on the newest version, or a taint, makes no difference before that version is retired. So somebody else gets
-  a lease just before, always. To end it at once is the same as never to have had it, or as to have tainted it before.
-* A lease on a version that was given up makes no difference.
+What goes by session are ``max_held``, of which another session has enough again, and who is overdue; see
+``Bound.other``.
 """
 
 from __future__ import annotations

@@ -142,6 +142,16 @@ class ReaderProcess:
         self.core.demand(Version(self.have))
         self.pump()
 
+    def ack(self) -> None:
+        """It says that it uses what it got last."""
+        self.core.ack(self.core._granted)
+        self.pump()
+
+    def ack_and_demand(self) -> None:
+        """It says so as it waits again: in one message."""
+        self.core.ack(self.core._granted)
+        self.demand()
+
     def withdraw(self) -> None:
         """It waits no longer."""
         self.have = NOT_WAITING
@@ -196,5 +206,3 @@ class ReaderProcess:
         self.last = (self.core.incarnation or 0, effect.version)
         self.have = NOT_WAITING
         self.mappings.append(MappingState(effect.lease, effect.segment, effect.version))
-        if self.bound.acks:
-            self.core.ack(effect.version)

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from busync.protocol.guards import GUARDS
-from tests.explore.bounds import Bound
-from tests.explore.bounds import BUDGET_BITS, covers
-from tests.explore.space import NAMES_OF_READERS, Space, BUDGET_MASK
+from tests.explore.bounds import BUDGET_BITS, Bound, covers
+from tests.explore.space import BUDGET_MASK, NAMES_OF_READERS, Space
 from tests.explore.views import OtherSpace
 
 
@@ -28,55 +27,64 @@ class Result:
     story: list[str] = field(default_factory=list)  #: the steps to the fault
 
 
+class Seen:
+    """Every state that was found, as a whole."""
+
+    def __init__(self) -> None:
+        self._states: set[int] = set()
+
+    def add(self, state: int) -> bool:
+        """Whether it is new."""
+        if state in self._states:
+            return False
+        self._states.add(state)
+        return True
+
+    def stands(self, _state: int) -> bool:
+        """Whether what comes after it is still to be looked at."""
+        return True
+
+
+class SeenWithMore(Seen):
+    """Every state that was found but those that were found where more may still go wrong.
+
+    Whatever can happen can also happen where the budget allows more. So the first fault to be found is as near.
+    """
+
+    def __init__(self) -> None:
+        self._budgets: dict[int, list[int]] = {}
+
+    def add(self, state: int) -> bool:
+        """Whether it is new."""
+        place, budget = state >> BUDGET_BITS, state & BUDGET_MASK
+        known = self._budgets.get(place, [])
+        if any(covers(more, budget) for more in known):
+            return False
+        self._budgets[place] = [less for less in known if not covers(budget, less)] + [budget]
+        return True
+
+    def stands(self, state: int) -> bool:
+        """Whether none was found since where more may go wrong."""
+        return state & BUDGET_MASK in self._budgets[state >> BUDGET_BITS]
+
+
+def tables(bound: Bound) -> tuple[Space, Seen]:
+    """What it takes to explore a world."""
+    return (OtherSpace(bound), SeenWithMore()) if bound.other else (Space(bound), Seen())
+
+
 def explore(bound: Bound, *, report: Callable[[str], None] | None = None, limit_s: float = float("inf")) -> Result:
     """Visit every state of a world, until one is at fault."""
-    if bound.other:
-        return explore_other(bound, report=report, limit_s=limit_s)
-    space = Space(bound)
-    result = Result(bound)
+    space, seen = tables(bound)
+    result = Result(bound, states=1)
     began = said = time.process_time()
     start = space.start()
-    seen = {start}
+    seen.add(start)
     level: list[tuple[int, bytes]] = [(start, b"")]
     while level:
         following: list[tuple[int, bytes]] = []
         for state, path in level:
-            for i, successor in enumerate(space.successors(state)):
-                result.transitions += 1
-                if successor.fault:
-                    result.fault, result.states = successor.fault, len(seen)
-                    result.story, result.depth = tell(space, path + bytes([i])), result.depth + 1
-                    result.seconds = time.process_time() - began
-                    return result
-                if successor.state not in seen:
-                    seen.add(successor.state)
-                    following.append((successor.state, path + bytes([i])))
-            if report is not None and result.transitions % 64 == 0 and time.process_time() - said > 10:
-                said = time.process_time()
-                report(f"  {bound.name}: {len(seen):,} states, depth {result.depth}, {said - began:.0f} s")
-        level = following
-        result.depth += bool(level)
-        result.states, result.seconds = len(seen), time.process_time() - began
-        if result.seconds > limit_s:
-            return result
-    result.complete = True
-    return result
-
-
-def explore_other(
-    bound: Bound, *, report: Callable[[str], None] | None = None, limit_s: float = float("inf")
-) -> Result:
-    space = OtherSpace(bound)
-    result = Result(bound)
-    began = said = time.process_time()
-    start = space.start()
-    seen: dict[int, list[int]] = {start >> BUDGET_BITS: [start & BUDGET_MASK]}
-    level: list[tuple[int, bytes]] = [(start, b"")]
-    result.states = 1
-    while level:
-        following: list[tuple[int, bytes]] = []
-        for state, path in level:
-            if state & BUDGET_MASK not in seen[state >> BUDGET_BITS]:
+            if not seen.stands(state):
                 continue
             for i, successor in enumerate(space.successors(state)):
                 result.transitions += 1
@@ -85,20 +93,12 @@ def explore_other(
                     result.story, result.depth = tell(space, path + bytes([i])), result.depth + 1
                     result.seconds = time.process_time() - began
                     return result
-                new = successor.state
-                core, budget = new >> BUDGET_BITS, new & BUDGET_MASK
-                known = seen.get(core)
-                if known is None:
-                    seen[core] = [budget]
-                elif any(covers(b, budget) for b in known):
-                    continue
-                else:
-                    seen[core] = [b for b in known if not covers(budget, b)] + [budget]
-                result.states += 1
-                following.append((new, path + bytes([i])))
+                if seen.add(successor.state):
+                    result.states += 1
+                    following.append((successor.state, path + bytes([i])))
             if report is not None and result.transitions % 64 == 0 and time.process_time() - said > 10:
                 said = time.process_time()
-                report(f"  {bound.name}: {result.states:,} states, {len(space.publishers):,}p {len(space.sides.table):,}s depth {result.depth}, {said - began:.0f} s")
+                report(f"  {bound.name}: {result.states:,} states, depth {result.depth}, {said - began:.0f} s")
         level = following
         result.depth += bool(level)
         result.seconds = time.process_time() - began

@@ -296,12 +296,17 @@ class Sides:
         return moves
 
     def _waiting(self, side: Side) -> list[Move]:
-        """An application begins to wait, or stops waiting."""
+        """An application begins to wait or stops waiting, or says what it uses."""
         if not side.reader.attached:
             return []
-        if side.reader.have == NOT_WAITING:
-            return [self._stepped(side, "{r} waits for a newer version", FREE, "demand")]
-        return [self._stepped(side, "{r} stops waiting", SHIFT["withdrawals"], "withdraw")]
+        unsaid = side.reader.acked < side.reader.granted  # nothing is kept of that where there are no acks
+        said = f"{{r}} acknowledges version {side.reader.granted}"
+        moves = [self._stepped(side, said, FREE, "ack")] if unsaid else []
+        if side.reader.have != NOT_WAITING:
+            return [*moves, self._stepped(side, "{r} stops waiting", SHIFT["withdrawals"], "withdraw")]
+        if unsaid:
+            moves.append(self._stepped(side, f"{said} and waits for a newer one", FREE, "ack_and_demand"))
+        return [*moves, self._stepped(side, "{r} waits for a newer version", FREE, "demand")]
 
     def _deliveries(self, side: Side) -> list[Move]:
         link = side.link

@@ -298,7 +298,9 @@ def restart(bound: Bound, state: PublisherState) -> PublisherState:
 def swapped(state: PublisherState, bound: Bound) -> PublisherState:
     """The same state with the two readers (and their topics) exchanged."""
     sessions = tuple(sorted(s._replace(id=s.id ^ SLOTS) for s in state.sessions))
-    digests = tuple(d._replace(readers=tuple(sorted(r if r == GONE else r ^ SLOTS for r in d.readers))) for d in state.digests)
+    digests = tuple(
+        d._replace(readers=tuple(sorted(r if r == GONE else r ^ SLOTS for r in d.readers))) for d in state.digests
+    )
     jobs, topics = state.jobs, state.topics
     if bound.topics == 2:
         topics = topics[::-1]

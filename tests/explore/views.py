@@ -1,28 +1,29 @@
 """The states of a world with any other reader, and their successors.
 
-Reader A is followed for one session after another. When a session ends there are two things to see to, and neither
-needs the other, so they are states of their own:
+Reader A is followed for one session after another, in full; everybody else is what ``other`` says. When a session ends
+at its reader, there are two things to see to. Neither needs the other, so they are two states:
 
-* The process goes on, with what a subscriber keeps over the end of a session. What it left at the publisher is another
-  reader's: leases that end by their reader's word, or without it.
-* What it left: messages under way, leases, and mappings that stay for ever. The process is another reader now, and
-  whatever it does later others do. This goes on until no such mapping is in the pool any more.
+* The process goes on, with what a subscriber keeps over the end of a session, or starts again. What it had at the
+  publisher is another reader's now: leases that end by their reader's word or without it, at any moment.
+* What it has left behind: messages under way, leases, and mappings that stay for ever. Whatever its process does from
+  now on, others do. This ends when nothing is under way and no such mapping is in the pool any more.
 
-A process that was killed starts again as one that never was, and as long as reader A has not connected others do all
-there is to do. So a kill leads to the second of these alone. And as what goes wrong with sessions and processes leaves
-nothing to be counted, it may happen any number of times; the same goes for the publisher's end.
+So nothing counts how many sessions and processes there have been, and it need not be limited how often a session is
+lost, a reader is killed, or the publisher: each may happen any number of times. A new publisher calls itself 1 again,
+and whoever remembers an earlier one remembers it as ``OVER``.
 
-When the publisher has ended a session, or has ended itself, nothing that it does reaches the reader, and nothing that
-the reader says is heard. What the reader still does is taken at once: who maps something early and keeps it is seen to
-read it at every later moment.
+What makes this sound is the order of time. Take any run of any number of readers with any of these faults, and in it
+the first state with something wrong. It is about one session, or about what one session or its forked child has left
+mapped, or about the publisher's books, which are in every view. Before it, nobody had mapped what the publisher did not
+know of, and the publisher had sent no reader away unless it had repeated itself: then its session is lost like others.
+So what everybody but that session and its reader did to the publisher is among what others do here, and this world has
+the same run as that reader sees it. Its last state shows the same.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from busync.protocol.ledger import State
-from tests.explore.bounds import SHIFT, Bound, spend
+from tests.explore.bounds import EACH, SHIFT, Bound, spend
 from tests.explore.other import acts
 from tests.explore.publisher import GONE, OtherState, PublisherState
 from tests.explore.sides import Move
@@ -30,7 +31,7 @@ from tests.explore.space import Remnant, Space, Successor
 from tests.explore.steps import PublisherProcess
 
 UNLIMITED = frozenset(SHIFT[kind] for kind in ("publisher_crashes", "reader_crashes", "lost_sessions"))
-OF_PUBLISHER = sum(3 << SHIFT[kind] for kind in ("publishes", "cancels"))
+OF_PUBLISHER = sum(EACH << SHIFT[kind] for kind in ("publishes", "cancels"))
 
 
 class View:
@@ -58,7 +59,7 @@ class OtherSpace(Space):
         self._restarted = self._publisher(PublisherState(topics=(None,) * bound.topics))
 
     def _state(self, publisher: int, a: int, b: int, remnants: int, budget: int) -> tuple[int, bool]:
-        return self._pack(publisher, a, b, remnants, budget), False
+        return self._pack(publisher, a, b, remnants, budget), False  # they are not to be exchanged
 
     # Successors
 
@@ -67,7 +68,7 @@ class OtherSpace(Space):
         publisher, side, nobody, remnants, budget = self.parts(state)
         found: list[Successor] = []
         for move in (*self.sides.moves(side), *self._moves_of_publisher(publisher)):
-            left = budget if move.cost in UNLIMITED and budget >> move.cost & 3 else spend(budget, move.cost)
+            left = budget if move.cost in UNLIMITED and budget >> move.cost & EACH else spend(budget, move.cost)
             if left < 0:
                 continue
             if move.action == ("crash",):
@@ -138,5 +139,5 @@ class OtherSpace(Space):
             return fault
         mapped = (*self.sides.facts[sides[0]].maps, *self.remnants[remnants])
         if mapped and not view.covered.issuperset(where for where in mapped if where[0] in pool):
-            return "{0} maps what it has no lease on, or has left it so, and the publisher does not know"
+            return "{0} maps, or has left mapped, what it has no lease on, and the publisher does not know"
         return ""
