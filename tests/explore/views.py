@@ -34,7 +34,7 @@ UNLIMITED = frozenset(SHIFT[kind] for kind in ("publisher_crashes", "reader_cras
 OF_PUBLISHER = sum(EACH << SHIFT[kind] for kind in ("publishes", "cancels"))
 
 
-class View:
+class Watched:
     """What the invariants of these worlds ask about a publisher besides."""
 
     def __init__(self, state: PublisherState) -> None:
@@ -53,7 +53,7 @@ class OtherSpace(Space):
 
     def __init__(self, bound: Bound) -> None:
         super().__init__(bound)
-        self._views: dict[int, View] = {}
+        self._watched: dict[int, Watched] = {}
         self._absorbed: dict[int, int] = {}
         self._unheard: dict[int, int] = {}
         self._restarted = self._publisher(PublisherState(topics=(None,) * bound.topics))
@@ -128,16 +128,16 @@ class OtherSpace(Space):
 
     def fault(self, publisher: int, sides: list[int], remnants: int) -> str:
         """What is wrong with a state, or nothing."""
-        view = self._views.get(publisher)
-        if view is None:
-            view = self._views[publisher] = View(self.publishers[publisher])
+        watched = self._watched.get(publisher)
+        if watched is None:
+            watched = self._watched[publisher] = Watched(self.publishers[publisher])
         pool = self.publisher_facts[publisher].pool
-        for segment, version in view.others:
+        for segment, version in watched.others:
             if pool.get(segment, version) != version:
                 return f"segment {segment} was written while another reader may read version {version} there"
         if fault := super().fault(publisher, sides, remnants):
             return fault
         mapped = (*self.sides.facts[sides[0]].maps, *self.remnants[remnants])
-        if mapped and not view.covered.issuperset(where for where in mapped if where[0] in pool):
+        if mapped and not watched.covered.issuperset(where for where in mapped if where[0] in pool):
             return "{0} maps, or has left mapped, what it has no lease on, and the publisher does not know"
         return ""
