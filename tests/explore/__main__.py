@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ def explore_all(bounds: Iterable[Bound]) -> bool:
     states, transitions = sum(r.states for r in results), sum(r.transitions for r in results)
     seconds = sum(r.seconds for r in results)
     say(f"{len(results)} worlds: {states:,} states, {transitions:,} transitions, {seconds:.0f} s of processor time")
+    say(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB of memory at most")
     return all(result.complete and not result.fault for result in results)
 
 

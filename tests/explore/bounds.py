@@ -137,7 +137,6 @@ FULL: Final = (
     world("any other reader", other=True),
     world("any other reader, two segments", max_segments=2, other=True),
     world("any other reader, two topics", topics=2, max_segments=2, other=True),
-    world("any other reader, four versions", publishes=4, other=True),
     world("any other reader, withdrawn and cancelled", max_segments=2, withdrawals=1, cancels=1, other=True),
     world("any other reader, any order", max_segments=2, any_order=True, swaps=0, other=True),
     world("any other reader, layouts and acks", publishes=2, max_segments=2, layouts=2, acks=True, other=True),
