@@ -14,7 +14,7 @@ EXAMPLES_STAMP := $(VENV)/.stamp-examples
 PEERS := .venv-peers
 CUDA := .venv-cuda
 
-.PHONY: help venv lint types check test test-cuda-emulated test-gpu explore faults mutants demo examples bench bench-peers clean
+.PHONY: help venv lint types check test test-cuda-emulated test-gpu explore faults mutants demo examples bench bench-gpu bench-peers clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,10 @@ examples: $(EXAMPLES_STAMP)  ## every example in short form, with its output che
 bench: $(EXAMPLES_STAMP)  ## busync beside other systems, in one run; BENCH=--full for everything
 	$(if $(wildcard $(PEERS)/.stamp),$(PEERS),$(VENV))/bin/python -m bench $(BENCH)
 	$(BIN)/python -m bench.report
+
+# Where there is no GPU it says so, and fails.
+bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))  ## the same for weights on a GPU, 6 minutes, into bench/results-gpu; GPU_PYTHON=.venv/bin/python
+	$(GPU_PYTHON) -m bench --gpu $(BENCH)
 
 bench-peers: $(PEERS)/.stamp  ## install torchrl and Ray for `make bench`, into an environment of their own
 

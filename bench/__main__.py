@@ -1,4 +1,4 @@
-"""busync and others at the same work, in one run: ``python -m bench [--full] [--only TEXT] [--systems A,B]``."""
+"""busync and others at the same work, in one run: ``python -m bench [--gpu] [--full] [--only TEXT] ...``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from bench.cells import FULL, QUICK, SMOKE
+import torch
+
+from bench.cells import FULL, GPU, GPU_SMOKE, QUICK, SMOKE, Group
 from bench.loops import measure_loops
 from bench.memory import measure_memory
-from bench.one import Effort, Measured, measure, raise_limits
+from bench.one import NO_DEVICE, Effort, Measured, measure, raise_limits
 from bench.report import write_report
 from bench.systems import MODULES, find
 from bench.systems.base import Cell, System
@@ -30,8 +32,11 @@ from bench.works import BOUNDS, OURS
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "bench" / "results"
+GPU_RESULTS: Final = ROOT / "bench" / "results-gpu"
 ENOUGH: Final = 5.0  #: seconds of a turn, starts and ends included, after which a peer gets no other, but in a full run
 BUDGET: Final = 480.0  #: seconds of a short run; where it is behind them, peers get one turn
+GPU_BUDGET: Final = 330.0  #: the same on a GPU; there nobody gets another turn then, and peers get none
+BEHIND: Final = "left out, for the run was behind its pace (--full leaves out nothing)"
 VERSIONS: Final = ("torch", "pyzmq", "msgpack", "msgspec", "uvloop", "safetensors", "torchrl", "ray")
 
 
@@ -39,13 +44,18 @@ def main() -> int:
     """Measure, print as it goes, and write results and report."""
     options = _options()
     raise_limits()
-    chosen = FULL if options.full else SMOKE if options.smoke else QUICK
-    groups = [cells for group in chosen if (cells := [cell for cell in group if options.only in str(cell)])]
+    if options.gpu and not torch.cuda.is_available():
+        say(f"NOT RUN: {NO_DEVICE}, so nothing was measured.")
+        return 1
+    chosen, budget = _chosen(options)
+    found = (tuple(cell for cell in group if options.only in str(cell)) for group in chosen)
+    groups = [cells for cells in found if cells]
     names = options.systems.split(",") if options.systems else list(MODULES)
-    systems, missing = _installed(names)
+    systems, missing = _installed(names, groups)
     for name, why in missing.items():
         say(f"{name} is skipped: {why}")
-    results: dict[str, Any] = {"machine": _machine(), "missing": missing, "cells": [], "memory": [], "loops": []}
+    results: dict[str, Any] = {"machine": _machine(options.gpu), "missing": missing}
+    results |= {key: [] for key in ("cells", "memory", "loops")}
     begun = time.monotonic()
     for number, cells in enumerate(groups, 1):
         say(f"[{number}/{len(groups)}, {time.monotonic() - begun:.0f} s] {', '.join(map(str, cells))}")
@@ -55,14 +65,21 @@ def main() -> int:
         elif mode == "loops":
             results["loops"] += [_loops(cell, options) for cell in cells if any(system.can(cell) for system in systems)]
         else:
-            results["cells"] += _timed(cells, systems, options, due=begun + BUDGET * number / len(groups))
+            results["cells"] += _timed(cells, systems, options, due=begun + budget * number / len(groups))
     results["seconds"] = round(time.monotonic() - begun, 1)
-    directory = Path(options.results)
+    directory = Path(options.results or (GPU_RESULTS if options.gpu else RESULTS))
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     write_report(results, directory)
     say(f"{results['seconds']:.0f} s; see {directory / 'README.md'}")
     return 0
+
+
+def _chosen(options: argparse.Namespace) -> tuple[tuple[Group, ...], float]:
+    """The cells, and the seconds that they may take."""
+    if options.gpu:
+        return GPU_SMOKE if options.smoke else GPU, GPU_BUDGET
+    return FULL if options.full else SMOKE if options.smoke else QUICK, BUDGET
 
 
 def say(text: str) -> None:
@@ -72,17 +89,20 @@ def say(text: str) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--full", action="store_true", help="every cell; takes hours")
+    parser.add_argument("--gpu", action="store_true", help="weights on a GPU, and nothing else; takes six minutes")
+    parser.add_argument(
+        "--full", action="store_true", help="every cell; takes hours. On a GPU: all turns of all systems"
+    )
     parser.add_argument("--smoke", action="store_true", help="the smallest pieces, to see that everything works")
     parser.add_argument("--only", default="", metavar="TEXT", help="the cells whose name contains this, as 'view gpt2'")
     parser.add_argument("--systems", default="", metavar="A,B", help=f"of {','.join(MODULES)}")
     parser.add_argument("--blocks", type=int, default=2, help="how often each system has its turn at a cell")
     parser.add_argument("--seconds", type=float, default=0.7, help="of measuring in a turn")
-    parser.add_argument("--results", default=str(RESULTS), help="where results and report go")
+    parser.add_argument("--results", default="", help="where results and report go")
     return parser.parse_args()
 
 
-def _timed(cells: list[Cell], systems: list[System], options: argparse.Namespace, due: float) -> list[dict[str, Any]]:
+def _timed(cells: Group, systems: list[System], options: argparse.Namespace, due: float) -> list[dict[str, Any]]:
     """All systems at all of these cells in turn, so that what drifts drifts for all."""
     runs: dict[tuple[Cell, str], list[Measured]] = {}
     took: dict[tuple[Cell, str], float] = {}
@@ -93,6 +113,10 @@ def _timed(cells: list[Cell], systems: list[System], options: argparse.Namespace
             if before is None or (before and before[-1].failed):
                 continue
             if before and not options.full and _enough(*key, took[key], due):
+                continue
+            if not before and not options.full and _hopeless(*key, due):
+                before.append(Measured(failed=BEHIND))
+                took[key] = 0.0
                 continue
             begun = time.monotonic()
             before.append(measure(system, cell, Effort(seconds=options.seconds)))
@@ -113,7 +137,17 @@ def _timed(cells: list[Cell], systems: list[System], options: argparse.Namespace
 
 def _enough(cell: Cell, name: str, took: float, due: float) -> bool:
     """Does one turn of this system do? A slow one is far behind, and a second would tell little more."""
-    return cell.busy or (name not in (*BOUNDS, OURS) and (took > ENOUGH or time.monotonic() > due))
+    behind = time.monotonic() > due
+    return cell.busy or (cell.kind.on_device and behind) or (_is_peer(name) and (took > ENOUGH or behind))
+
+
+def _hopeless(cell: Cell, name: str, due: float) -> bool:
+    """Is there no time for even one turn? Only asked on a GPU, which may be lent for some minutes."""
+    return cell.kind.on_device and _is_peer(name) and time.monotonic() > due
+
+
+def _is_peer(name: str) -> bool:
+    return name not in (*BOUNDS, OURS)
 
 
 def _row(blocks: list[Measured]) -> dict[str, Any]:
@@ -156,10 +190,13 @@ def _loops(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     return {**asdict(cell), "systems": {OURS: row}}
 
 
-def _installed(names: list[str]) -> tuple[list[System], dict[str, str]]:
+def _installed(names: list[str], groups: list[Group]) -> tuple[list[System], dict[str, str]]:
+    """Of those that have something to do."""
     systems, missing = [], {}
     for name in names:
         system = find(name)
+        if not any(system.can(cell) for group in groups for cell in group):
+            continue
         if any(importlib.util.find_spec(module) is None for module in system.needs):
             missing[name] = f"{', '.join(system.needs)} is not installed (make bench-peers)"
         else:
@@ -167,13 +204,15 @@ def _installed(names: list[str]) -> tuple[list[System], dict[str, str]]:
     return systems, missing
 
 
-def _machine() -> dict[str, Any]:
+def _machine(gpu: bool) -> dict[str, Any]:
     about = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":", 1)[1].strip() for line in about if "model name" in line), platform.machine())
     commit = subprocess.run(
         ("git", "describe", "--always", "--dirty"), cwd=ROOT, capture_output=True, text=True, check=False
     )
+    device = {"device": f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"} if gpu else {}
     return {
+        **device,
         "cpu": cpu,
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

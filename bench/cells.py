@@ -8,6 +8,7 @@ from bench.states import KINDS
 from bench.systems.base import Cell, Mode
 
 TIMED: Final[tuple[Mode, ...]] = ("view", "read", "load", "loan")
+ON_CPU: Final = tuple(name for name, kind in KINDS.items() if not kind.on_device)
 RAM_BYTES: Final = 16 << 30  #: that modules of loading readers may take
 
 #: Cells that are compared with each other: they are measured in turns, and their ratio is taken turn by turn.
@@ -57,7 +58,7 @@ def _full() -> tuple[Group, ...]:
     single: list[Group] = []
     loans: dict[int, list[Cell]] = {}
     for mode in TIMED:
-        for state in KINDS:
+        for state in ON_CPU:
             for readers in (1, 4, 16, 64):
                 cell = _cell(mode, state, readers)
                 if mode == "loan":
@@ -79,3 +80,12 @@ def _full() -> tuple[Group, ...]:
 
 
 FULL: Final = _full()
+
+
+def _on_gpu(states: tuple[str, ...], counts: tuple[int, ...]) -> tuple[Group, ...]:
+    """A loan is compared with the floor of the view of as much to as many. Small states make up for large ones."""
+    return tuple((_cell("view", state, n), _cell("loan", state, n)) for n in counts for state in states)
+
+
+GPU: Final = _on_gpu(("g1", "g4", "g16"), (1, 2, 4, 8))
+GPU_SMOKE: Final = _on_gpu(("g0",), (1, 2))

@@ -20,11 +20,10 @@ import busync
 from bench.states import KINDS, prove, proved, stamp
 from busync.handles import (
     Planner,
+    PrivateMappings,
     TensorBuilder,
     create_segment,
-    expect_large,
     flatten,
-    map_private,
     open_segment,
     plan,
     unmapping,
@@ -86,21 +85,28 @@ def _mapping() -> None:
         whole = torch.frombuffer(segment.mapping, dtype=torch.int64)
         _say("to copy 1 GiB on one thread", _median(partial(whole.copy_, torch.ones_like(whole)), 5) * 1e3, "ms")
         del whole
-        held = []
+        held: list[memoryview] = []
+        mappings = PrivateMappings(segment.fd, nbytes)
+        mappings.prepare()
 
         def give() -> None:
-            held.append(map_private(segment.fd, nbytes, large=expect_large(nbytes)))
+            held.append(mappings.map())
 
         _say("to map 1 GiB", _median(give, 5) * 1e6, "us")
         held.clear()
         wait_for_unmapping()
-        memory = map_private(segment.fd, nbytes, large=expect_large(nbytes))
-        torch.frombuffer(memory, dtype=torch.int64)[::512].sum()
-        begun = time.perf_counter()
-        del memory
-        _say("to drop 1 GiB of which every page was read, for the caller", (time.perf_counter() - begun) * 1e6, "us")
-        wait_for_unmapping()
-        _say("the same, until its lease ends", (time.perf_counter() - begun) * 1e3, "ms")
+        for edited in (False, True):
+            memory = mappings.map()
+            touched = torch.frombuffer(memory, dtype=torch.int64)
+            touched[::512].sum()
+            if edited:
+                touched[0] = 1
+            begun = time.perf_counter()
+            del memory, touched
+            what = "of which every page was read" + (" and one written to" if edited else "")
+            _say(f"to drop 1 GiB {what}, for the caller", (time.perf_counter() - begun) * 1e6, "us")
+            wait_for_unmapping()
+            _say("the same, until its lease ends", (time.perf_counter() - begun) * 1e3, "ms")
     finally:
         segment.fd.close()
 

@@ -24,13 +24,15 @@ import torch
 import zmq
 
 from bench.busy import keep_busy
-from bench.states import State, prove, proved, read_all, stamp
+from bench.states import KINDS, State, fetched, prove, proved, read_all, stamp
 from bench.systems import find
 from bench.systems.base import Answers, Cell, Learner, Reader, System, SystemFailed
 
 PATIENCE = 240.0  #: seconds for one run of one system
 END = 10.0  #: seconds in which a learner must end
+RETURN = 5.0  #: seconds after which a device has the memory of processes that have ended
 FILL = 0.9  #: of the memory that is there may be taken
+NO_DEVICE = f"torch {torch.__version__} finds no CUDA device here"
 
 
 @dataclass(slots=True)
@@ -81,8 +83,7 @@ def playing(system: System, cell: Cell, effort: Effort) -> Iterator[Play]:
     Raises:
         SystemFailed: the system cannot do it.
     """
-    if (needs := system.needs_bytes(cell)) > (there := FILL * available_bytes()):
-        raise SystemFailed(f"it takes about {needs / 1e9:.1f} GB of memory, and {there / 1e9:.1f} are there")
+    _ensure_room(system, cell)
     context = multiprocessing.get_context("forkserver")
     directory = tempfile.mkdtemp(prefix="bench-", dir="/dev/shm")
     os.mkdir(os.path.join(directory, "own"))
@@ -111,7 +112,32 @@ def playing(system: System, cell: Cell, effort: Effort) -> Iterator[Play]:
             learner.join(END)
             learner.kill()
             learner.join()
+            # Those of openings on a GPU, of which readers that were killed took back none.
+            for counters in Path("/dev/shm").glob(f"torch_{learner.pid}_*"):
+                counters.unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _ensure_room(system: System, cell: Cell) -> None:
+    """Start nothing that would not fit.
+
+    Raises:
+        SystemFailed: it would not, or there is no device.
+    """
+    if (needs := system.needs_bytes(cell)) > (there := FILL * available_bytes()):
+        raise SystemFailed(f"it takes about {needs / 1e9:.1f} GB of memory, and {there / 1e9:.1f} are there")
+    if not cell.kind.on_device:
+        return
+    if not torch.cuda.is_available():
+        raise SystemFailed(NO_DEVICE)
+    wants, stop_at = system.needs_device_bytes(cell), time.monotonic() + RETURN
+    there, whole = torch.cuda.mem_get_info()
+    while FILL * there < wants <= FILL * whole and time.monotonic() < stop_at:
+        time.sleep(0.1)
+        there, _ = torch.cuda.mem_get_info()
+    if wants > FILL * there:
+        room = f"{FILL * there / 1e9:.1f} are there"
+        raise SystemFailed(f"it takes about {wants / 1e9:.1f} GB of the device's memory, and {room}")
 
 
 def _start(process: BaseProcess) -> None:
@@ -164,9 +190,9 @@ def _learn(name: str, cell: Cell, effort: Effort, directory: str, tickets: list[
     raise_limits()
     torch.set_num_threads(1)
     result = Measured()
-    state = cell.kind.make()
     answers = Answers(_address(directory))
     try:
+        state = cell.kind.make()
         system = find(name)
         with system.learner(cell, os.path.join(directory, "own"), tickets) as learner:
             main.send(result)
@@ -193,6 +219,8 @@ def _hand_over(learner: Learner, state: State, answers: Answers, warm: int, effo
         version += 1
         stamp(state, version)
         learner.prepare(state)
+        if learner.cell.kind.on_device:
+            torch.cuda.synchronize()
         begun = time.perf_counter()
         learner.hand_over(state, answers)
         took = time.perf_counter() - begun
@@ -218,6 +246,7 @@ def _read(name: str, ticket: Any, cell: Cell, directory: str, number: int) -> No
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     socket.connect(_address(directory))
     try:
+        torch.empty(1, device=cell.kind.device)  # an actor on a GPU uses it already
         system = find(name)
         assert system.reader is not None, "only a system with readers starts them"
         with system.reader(ticket, cell, os.path.join(directory, "own"), number) as reader:
@@ -239,7 +268,7 @@ def _rounds(reader: Reader, cell: Cell, send: Callable[[bytes], Any]) -> None:
     while True:
         tensors = reader.load(module) if module is not None else reader.receive()
         version += 1
-        prove(tensors, names, version)
+        prove(fetched(tensors, names) if cell.kind.on_device else tensors, names, version)
         if cell.mode in ("read", "memory"):
             read_all(tensors)
         reader.answer(send)
@@ -251,7 +280,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.one", description=__doc__)
     parser.add_argument("system", help="its name in bench/systems")
     parser.add_argument("mode", choices=("view", "read", "load", "loan"))
-    parser.add_argument("state", help="cartpole, atari, gpt2, lm or many")
+    parser.add_argument("state", help=", ".join(KINDS))
     parser.add_argument("readers", type=int)
     parser.add_argument("--processes", type=int, default=0, help="that the readers are spread over (0: one each)")
     parser.add_argument("--busy", action="store_true", help="with a loop of matrix products per core in the readers")

@@ -14,6 +14,12 @@ from bench.systems import MODULES, find
 from bench.targets import targets
 from bench.works import BOUNDS, NOTHING, OURS, Results, Work, line, number, size, table
 
+ON_GPU: Final = """\
+Weights, readers and the limit are on one GPU. **limit** is one copy there, waited for; **floor** makes as many views of
+one buffer that each reader has opened once, and reads as much. A loan has no floor of its own: compare it with that of
+the view of as much to as many. Every reader's process uses the device before the first version, and all that is queued
+there is waited for before the clock starts. The values of the proof are brought to the host with one wait. What the run
+had no time for is left out."""
 RESULTS: Final = Path(__file__).parent / "results" / "results.json"
 WORK: Final = """\
 A learner holds new weights in private memory. The clock starts when it hands them over, and stops when every
@@ -42,7 +48,14 @@ def write_report(results: dict[str, Any], directory: Path) -> None:
         parts.append("Nothing was measured.")
     parts += ["## What it must show", *_targets(run)]
     parts += [*pictures(works, directory), *beside(run), *memory(run), *waits(run)]
-    parts += ["## What was measured", WORK, _machine(results, works), *(p for work in works for p in _detail(work))]
+    gpu = any(work.cell.kind.on_device for work in works)
+    parts += [
+        "## What was measured",
+        WORK,
+        ON_GPU if gpu else "",
+        _machine(results, works),
+        *(p for work in works for p in _detail(work)),
+    ]
     parts += where_time_went(run)
     (directory / "README.md").write_text("\n\n".join(filter(None, parts)) + "\n")
 
@@ -86,6 +99,7 @@ def _machine(results: dict[str, Any], works: list[Work]) -> str:
     lines = [f"- **{name}**: {find(name).note}" for name in names if name in MODULES]
     lines += [f"- **{name}** was not measured: {line(why)}" for name, why in results.get("missing", {}).items()]
     if machine := results.get("machine"):
+        lines += [f"- GPU: {line(machine['device'])}"] if "device" in machine else []
         lines += [
             f"- Machine: {line(machine['cpu'])}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.1f} GiB",
             f"- System: Linux {machine['kernel']}, Python {machine['python']}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -20,12 +21,18 @@ STAMPS: Final = 100  #: versions are told apart by numbers below this, which eve
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A model's weights: names, shapes, one dtype."""
+    """A model's weights: names, shapes, one dtype, one place."""
 
     name: str
     what: str
     dtype: torch.dtype
     shapes: Callable[[], Shapes]
+    device: str = "cpu"  #: where the learner has them, and where readers want them
+
+    @property
+    def on_device(self) -> bool:
+        """Are they on a GPU?"""
+        return self.device != "cpu"
 
     @property
     def tensors(self) -> int:
@@ -38,7 +45,9 @@ class Kind:
         return sum(math.prod(shape) for _, shape in self.shapes()) * self.dtype.itemsize
 
     def make(self) -> State:
-        """Weights in private memory, every page of it touched."""
+        """Weights in private memory, every page of it touched. On a GPU, which has no cold pages, of any value."""
+        if self.on_device:
+            return {name: torch.empty(shape, dtype=self.dtype, device=self.device) for name, shape in self.shapes()}
         return {name: torch.full(shape, 0.5, dtype=self.dtype) for name, shape in self.shapes()}
 
     def module(self) -> nn.Module:
@@ -106,6 +115,17 @@ def _many() -> Shapes:
     return [(f"block_{i // 10}.part_{i % 10}", (100, 100)) for i in range(5000)]
 
 
+def _blocks(tensors: int, columns: int) -> Shapes:
+    """As many equal tensors, of 1,024 rows."""
+    return [(f"block_{i // 10}.part_{i % 10}", (1024, columns)) for i in range(tensors)]
+
+
+def _on_gpu(name: str, tensors: int, columns: int) -> Kind:
+    return Kind(
+        name, f"bfloat16 on a GPU, {tensors:,} tensors", torch.bfloat16, partial(_blocks, tensors, columns), "cuda:0"
+    )
+
+
 KINDS: Final = {
     kind.name: kind
     for kind in (
@@ -114,15 +134,20 @@ KINDS: Final = {
         Kind("gpt2", "GPT-2 small", torch.float32, _gpt2),
         Kind("lm", "a language model of half a billion parameters", torch.bfloat16, _lm),
         Kind("many", "5,000 tensors", torch.float32, _many),
+        _on_gpu("g0", 12, 1),  # to try the harness with
+        _on_gpu("g1", 300, 1628),
+        _on_gpu("g4", 1000, 1953),
+        _on_gpu("g16", 3000, 2604),
     )
 }
 
 
 def stamp(state: Mapping[str, Tensor], version: int) -> None:
-    """Write the version into the first and the last value of every tensor."""
+    """Write the version into the first and the last value of every tensor, by copies: an emulated GPU has no others."""
     for tensor in state.values():
-        flat = tensor.view(-1)
-        flat[0] = flat[-1] = version % STAMPS
+        flat, mark = tensor.view(-1), torch.tensor(version % STAMPS, dtype=tensor.dtype)
+        flat[0].copy_(mark)
+        flat[-1].copy_(mark)
 
 
 def proved(names: Iterable[str]) -> list[str]:
@@ -137,6 +162,20 @@ def prove(tensors: Mapping[str, Tensor], names: Iterable[str], version: int) -> 
         flat = tensors[name].view(-1)
         if flat[0].item() != expected or flat[-1].item() != expected:
             raise AssertionError(f"{name} holds {flat[0].item():g} and {flat[-1].item():g}, not {expected:g}")
+
+
+def fetched(tensors: Mapping[str, Tensor], names: Iterable[str]) -> State:
+    """Of the tensors named, which are on a GPU, the first and the last value, on the host: all are waited for at once.
+
+    To wait for each by itself would take longer than most of what is measured.
+    """
+    wanted = [tensors[name].view(-1) for name in names]
+    found = torch.empty(len(wanted), 2, dtype=wanted[0].dtype, pin_memory=True)
+    ends = (flat[at] for flat in wanted for at in (0, -1))
+    for place, end in zip(found.view(-1).unbind(), ends, strict=True):
+        place.copy_(end, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return dict(zip(names, found, strict=True))
 
 
 def read_all(tensors: Mapping[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ LARGE: Final = ("gpt2", "lm")  #: 498 and 988 MB
 SMALL: Final = "cartpole"  #: 20 KB
 FEW, MANY = 64, 1000  #: connections whose cost is compared
 LATE: Final = 0.020  #: seconds
+LOANED: Final = 2.0  #: milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class _Point:
 
 def targets(run: Results) -> list[Target]:
     """All of them, in the order in which they were set."""
+    if any(work.cell.kind.on_device for work in run.works):
+        return _on_gpu(run)
     idle = [work for work in run.works if not work.cell.busy]
     views = [work for work in idle if work.cell.mode == "view" and not work.cell.processes]
 
@@ -57,6 +60,16 @@ def targets(run: Results) -> list[Target]:
         _most("first publish of 498 MB over queues' steady state", 1, _first(gpt2)),
         *(_loops(run, role) for role in ("learner", "actor")),
     ]  # fmt: skip
+
+
+def _on_gpu(run: Results) -> list[Target]:
+    """What a GPU is for."""
+    views, loans = ([work for work in run.works if work.cell.mode == mode] for mode in ("view", "loan"))
+    return [
+        _most("GPU, view: busync over 1.2 x limit + floor", 1, _over_machine(views, 1.2)),
+        _most("GPU, loan: busync, in ms", LOANED, _loaned(loans)),
+        _most("GPU, loan: busync less the floor of a view to as many, in ms", LOANED, _beyond_floor(run, loans)),
+    ]
 
 
 def _verdict(what: str, bound: str, points: list[_Point], worst: Callable[[list[_Point]], _Point], met: bool) -> Target:
@@ -117,6 +130,23 @@ def _loans(run: Results, idle: list[Work]) -> Iterable[_Point]:
         if (cell.mode, cell.state) == ("loan", "lm") and small and OURS in work.rows and OURS in small.rows:
             ratio = turnwise(work.rows[OURS], (1.0, small.rows[OURS]))
             yield _Point(str(cell), ratio if _stands(work) and _stands(small) else None)
+
+
+def _loaned(loans: list[Work]) -> Iterable[_Point]:
+    for work in loans:
+        cost = work.cost(OURS)
+        if OURS in work.rows:
+            yield _Point(str(work.cell), cost * 1e3 if cost is not None and _stands(work) else None)
+
+
+def _beyond_floor(run: Results, loans: list[Work]) -> Iterable[_Point]:
+    """The proof alone takes longer than the bound, where it reads from a thousand tensors."""
+    for work in loans:
+        cell = work.cell
+        view, cost = run.at("view", cell.state, cell.readers), work.cost(OURS)
+        floor = view.cost("floor") if view else None
+        if floor is not None and OURS in work.rows:
+            yield _Point(str(cell), (cost - floor) * 1e3 if cost is not None and _stands(work) else None)
 
 
 def _ahead(run: Results) -> Target:

@@ -38,13 +38,16 @@ class AttachmentOwner(Protocol):
 class Attachment:
     """Opens sessions, watches their descriptors, and opens the next one when one ends, for ever."""
 
-    def __init__(self, endpoint: Endpoint, core: SubscriberProtocol, owner: AttachmentOwner) -> None:
+    def __init__(
+        self, endpoint: Endpoint, core: SubscriberProtocol, owner: AttachmentOwner, device: str | None = None
+    ) -> None:
         self.session: Session | None = None
         self.lost_reason: BusyncError = PublisherLost(endpoint.directory, "not connected yet")
         self.loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._core = core
         self._owner = owner
+        self._device = device
         self._changed = asyncio.Event()
         self._watched: list[int] = []
         self._poll = select.poll()  #: the same descriptors, for whoever waits without the loop
@@ -200,7 +203,7 @@ class Attachment:
         """A new session. Nobody but the publisher's own user may be at the other end of a bare name."""
         self._endpoint.check_client()
         with forks.fork_lock:
-            session = Session(self._endpoint, self._core)
+            session = Session(self._endpoint, self._core, self._device)
         uid = session.door.peer.uid
         if self._endpoint.runtime is not None and uid not in (os.geteuid(), 0):
             session.close()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from busync import forks
 from busync import subscriber as aio
+from busync.asking import LATEST, NEXT, POLL_WINDOW, Pause, Request, request_version
 from busync.calls import settle
 from busync.errors import ClosedError, UsageError
 from busync.handles import NameMap, Source, Tensors
@@ -33,7 +34,6 @@ from busync.protocol.waits import WaitFor
 from busync.publisher import WAIT_TIMEOUT, LoanBase, PublisherBase
 from busync.publishing import PublishReport, Wait, drain
 from busync.snapshot import Snapshot as AsyncSnapshot
-from busync.subscriber import LATEST, NEXT, POLL_WINDOW, Pause, Request, request_version
 from busync.wire import Value
 
 if TYPE_CHECKING:
@@ -181,9 +181,16 @@ class Subscriber(forks.ForkAware):
     def __init__(
         self, endpoint: str | os.PathLike[str], *, topic: str = DEFAULT_TOPIC, name: str = "",
         connect_timeout: float = 10.0, prefetch: bool = False, digests: bool = False,
+        device: torch.device | str | int | None = None,
     ) -> None:  # fmt: skip
         self._inner = aio.Subscriber(
-            endpoint, topic=topic, name=name, connect_timeout=connect_timeout, prefetch=prefetch, digests=digests
+            endpoint,
+            topic=topic,
+            name=name,
+            connect_timeout=connect_timeout,
+            prefetch=prefetch,
+            digests=digests,
+            device=device,
         )
         self._runner: asyncio.Runner | None = None
         self._inside = threading.RLock()  #: only ever tried: a thread is inside one of the calls

@@ -1,16 +1,21 @@
 """What a version looks like: its tensors, and where they lie in its segment.
 
+A segment has memory on the host, on one or several GPUs, or both. Memory 0 is the host's, memory 1 the first of the
+manifest's devices, and so on.
+
 A manifest describes a layout, not values: two versions of one model have the same manifest and the same digest.
 Pure: the names of dtypes are strings here, and the torch side of them is in ``handles``.
 
-The canonical form, which check_part insists on: groups lie in the segment in order, each at a multiple of ALIGNMENT,
-without overlapping; they are numbered by their first use, so that a slice of the tensors needs no group that comes
-after it; a group without bytes, which only tensors without elements use, has offset 0.
+The canonical form, which check_part insists on: the groups of each memory lie there in order, each at a multiple of
+ALIGNMENT, without overlapping; they are numbered by their first use, so that a slice of the tensors needs no group that
+comes after it; a group without bytes, which only tensors without elements use, has offset 0; devices have bytes, and
+are named once each.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property
@@ -33,11 +38,14 @@ MAX_NDIM = 32
 MAX_TENSORS = 1 << 20
 MAX_NAME_BYTES = 1024
 MAX_SEGMENT_BYTES = 1 << 46
+MAX_DEVICES = 64
+DEVICE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  #: the UUID of a GPU, by which processes name it
 _LIMIT = 1 << 63  # torch counts in signed 64-bit integers
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 Dims = Annotated[tuple[Count, ...], Meta(max_length=MAX_NDIM)]
+DeviceName = Annotated[str, Meta(pattern=f"^{DEVICE.pattern}$")]
 
 
 # Specs are in no cycle. Kept from the garbage collector (gc=False), 70,000 of them do not set
@@ -47,8 +55,16 @@ Dims = Annotated[tuple[Count, ...], Meta(max_length=MAX_NDIM)]
 class GroupSpec(Struct, frozen=True, array_like=True, gc=False):
     """One alias group: tensors that share memory. It becomes one storage on the other side."""
 
-    offset_bytes: Count  #: from the start of the segment, a multiple of ALIGNMENT
+    offset_bytes: Count  #: from the start of its memory, a multiple of ALIGNMENT
     nbytes: Count  #: every tensor of the group lies within them
+    memory: Count = 0  #: 0: the host's; or else the number of a device of the manifest, from 1
+
+
+class DeviceSpec(Struct, frozen=True, array_like=True, gc=False):
+    """The part of a segment that is on one GPU."""
+
+    device: DeviceName
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]  #: in use
 
 
 class TensorSpec(Struct, frozen=True, array_like=True, gc=False):
@@ -68,14 +84,20 @@ class Manifest(Struct, frozen=True, dict=True):
     """A complete layout. ``digest`` names it; equal layouts have equal digests."""
 
     digest: bytes
-    nbytes: int  #: bytes of the segment in use, 0 when no tensor has an element
+    nbytes: int  #: bytes of the host's memory in use, 0 when no tensor there has an element
     groups: tuple[GroupSpec, ...]
     tensors: tuple[TensorSpec, ...]
+    devices: tuple[DeviceSpec, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, TensorSpec]:
         """The tensors by name, which every version of a session asks for. Not to be changed."""
         return {spec.name: spec for spec in self.tensors}
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in use, on the host and on all devices."""
+        return self.nbytes + sum(spec.nbytes for spec in self.devices)
 
     @property
     def shares(self) -> bool:
@@ -100,10 +122,12 @@ def extent(size: Sequence[int], stride: Sequence[int]) -> tuple[int, int, bool]:
     return stored, span, injective
 
 
-def make_manifest(nbytes: int, groups: tuple[GroupSpec, ...], tensors: tuple[TensorSpec, ...]) -> Manifest:
-    """The manifest of a layout. Its digest is the 16-byte blake2b over the msgpack bytes of the three arguments."""
-    layout = msgspec.msgpack.encode((nbytes, groups, tensors))
-    return Manifest(hashlib.blake2b(layout, digest_size=16).digest(), nbytes, groups, tensors)
+def make_manifest(
+    nbytes: int, groups: tuple[GroupSpec, ...], tensors: tuple[TensorSpec, ...], devices: tuple[DeviceSpec, ...] = ()
+) -> Manifest:
+    """The manifest of a layout. Its digest is the 16-byte blake2b over the msgpack bytes of the four arguments."""
+    layout = msgspec.msgpack.encode((nbytes, groups, tensors, devices))
+    return Manifest(hashlib.blake2b(layout, digest_size=16).digest(), nbytes, groups, tensors, devices)
 
 
 def check_part(
@@ -111,19 +135,26 @@ def check_part(
     groups: Sequence[GroupSpec],
     tensors: Sequence[TensorSpec],
     *,
+    devices: Sequence[DeviceSpec] = (),
     groups_before: Sequence[GroupSpec] = (),
     names_before: AbstractSet[str] = frozenset(),
+    ends: dict[int, int] | None = None,
 ) -> None:
     """Check one slice of a manifest from a peer: what passes can be built without reading outside the segment.
 
     ``groups`` and ``tensors`` are the slice's own and come from wire.decode, which has checked their types;
-    ``groups_before`` and ``names_before`` are those of the slices before it. All arithmetic is in Python integers,
+    ``groups_before`` and ``names_before`` are those of the slices before it, ``ends`` the ends of their groups in each
+    memory, which is brought up to date (and found out unless it is given). All arithmetic is in Python integers,
     before torch sees a number. Takes less than 3 ms for 512 tensors.
 
     Raises:
         ValueError: the reason why the slice is not a valid layout.
     """
-    _check_groups(nbytes, groups, groups_before)
+    if ends is None:
+        ends = {group.memory: group.offset_bytes + group.nbytes for group in groups_before if group.nbytes}
+    _check_groups((nbytes, *(spec.nbytes for spec in devices)), groups, ends)
+    if len({spec.device for spec in devices}) != len(devices):
+        raise ValueError("a device is named twice")
     if len(names_before) + len(tensors) > MAX_TENSORS:
         raise ValueError(f"more than {MAX_TENSORS} tensors")
     names = {spec.name for spec in tensors}
@@ -144,20 +175,20 @@ def check_part(
         raise ValueError("a group has no tensor")
 
 
-def _check_groups(nbytes: int, groups: Sequence[GroupSpec], groups_before: Sequence[GroupSpec]) -> None:
-    if not 0 <= nbytes <= MAX_SEGMENT_BYTES:
-        raise ValueError(f"{nbytes} bytes are not a segment")
-    # They are in order. Only the last that has bytes is looked at: all of them, at each slice, would be quadratic.
-    end = next((group.offset_bytes + group.nbytes for group in reversed(groups_before) if group.nbytes), 0)
+def _check_groups(sizes: Sequence[int], groups: Sequence[GroupSpec], ends: dict[int, int]) -> None:
+    if not 0 <= sizes[0] <= MAX_SEGMENT_BYTES:
+        raise ValueError(f"{sizes[0]} bytes are not a segment")
     for group in groups:
+        if group.memory >= len(sizes):
+            raise ValueError(f"a group is in memory {group.memory} of {len(sizes)}")
         if group.nbytes == 0 and group.offset_bytes == 0:
             continue
         if group.nbytes <= 0 or group.offset_bytes % ALIGNMENT:
             raise ValueError("a group is empty or misaligned")
-        if group.offset_bytes < end:
+        if group.offset_bytes < ends.get(group.memory, 0):
             raise ValueError("two groups overlap or are out of order")
-        end = group.offset_bytes + group.nbytes
-        if end > nbytes:
+        end = ends[group.memory] = group.offset_bytes + group.nbytes
+        if end > sizes[group.memory]:
             raise ValueError("a group reaches beyond the segment")
 
 

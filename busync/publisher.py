@@ -14,7 +14,7 @@ from torch import nn
 
 from busync.calls import Call, outlast
 from busync.errors import ClosedError, LoanInUse, OptionError, UsageError
-from busync.handles import LoanBuffer, Source, Tensors, flatten
+from busync.handles import LoanBuffer, Source, Tensors, flatten, gpus
 from busync.ids import DEFAULT_TOPIC, check_label
 from busync.options import PublisherOptions, WhenFull, check_seconds
 from busync.protocol.waits import WaitFor
@@ -100,7 +100,7 @@ class PublisherBase:
         server = ensure_usable(self._server, "publisher")
         if isinstance(source, nn.Module):  # in the caller's thread, where its hooks belong
             source = source.state_dict(keep_vars=True)
-        return server.call(publish(server, source, topic, label, plain, wait, timeout))
+        return server.call(publish(server, source, topic, label, plain, wait, timeout, gpus.marks()))
 
     def _wait(self, version: int, what: WaitFor, timeout: float, topic: str) -> Call[None]:
         check_seconds("timeout", timeout)
@@ -115,8 +115,12 @@ class PublisherBase:
     def status(self) -> dict[str, Any]:
         """What there is, who holds it, and why: plain data, made on the publisher's thread in well under 1 ms.
 
-        ``endpoint, incarnation, topics{version, versions[{version, state, bytes, holders}], segments, bytes},
-        subscribers[{name, pid, uid, topic, version, lag, leases, skipped, state, reason}], counters``.
+        ``endpoint, incarnation, exports, topics{version, versions[{version, state, bytes, devices, holders}], segments,
+        bytes, devices}, subscribers[{name, pid, uid, topic, version, lag, leases, skipped, state, reason}], counters``.
+
+        ``bytes`` are those in shared memory of the host, ``devices`` those on each GPU by its UUID. ``exports`` are the
+        openings of GPU memory that this process has given to readers and that have not ended.
+        ``counters["relayed"]``: publishes of GPU memory that came from another publisher, which were copied like any.
 
         ``lag`` is how many versions a subscriber has not acknowledged, ``reason`` what it last could not use a version
         for. ``counters["unchanged"]``: versions with the same content digest as the one digested before on their topic,
@@ -322,7 +326,7 @@ class LoanBase:
         if names:
             raise LoanInUse(names)
         server = ensure_usable(self._publisher._server, "publisher")
-        return server.call(publish_lent(server, self._lent, label, plain, wait, timeout))
+        return server.call(publish_lent(server, self._lent, label, plain, wait, timeout, gpus.marks()))
 
     def _give_back_unseen(self, call: Call[Lent]) -> Call[None] | None:
         """The caller was cancelled when it was about to get the loan."""

@@ -7,15 +7,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
 
 from busync.calls import finish, start_job
 from busync.errors import BusyncError, OptionError, UsageError, WaitTimeout
-from busync.handles import Flat, Job, LoanBuffer, Plan, Segment, Source, like_plan
+from busync.handles import CudaEvent, Flat, Job, LoanBuffer, Plan, Source, gpus, like_mixed
 from busync.ids import SessionId, Version
 from busync.manifest import Manifest
+from busync.pool import Pooled
 from busync.protocol import effects as fx
 from busync.protocol.ledger import State
 from busync.protocol.waits import WaitFor
@@ -59,13 +61,13 @@ class Lent:
     topic: str
     reservation: int
     layout: Layout
-    segment: Segment | None
+    segment: Pooled
     waited: float
     over: bool = False
 
     def buffer(self) -> LoanBuffer:
         """Tensors over the loan's memory."""
-        return LoanBuffer(memoryview(self.segment.mapping if self.segment else b""), self.layout.manifest)
+        return LoanBuffer(self.segment.builder(self.layout.manifest))
 
 
 def check_wait(wait: object) -> Wait:
@@ -80,20 +82,21 @@ def check_wait(wait: object) -> Wait:
 
 
 async def publish(
-    server: Server, source: Source, topic: str, label: str, values: Mapping[str, Value], wait: Wait, timeout: float
-) -> PublishReport:
-    """See ``Publisher.publish``."""
+    server: Server, source: Source, topic: str, label: str, values: Mapping[str, Value], wait: Wait, timeout: float,
+    queued: Mapping[int, CudaEvent],
+) -> PublishReport:  # fmt: skip
+    """See ``Publisher.publish``. ``queued``: what the caller has queued on GPUs comes before the copy."""
     expected = server.core.attached(topic)
     async with server.lock(topic):
         flat, planned = await _plan(server, topic, source, values)
         layout = await _layout(server, planned.manifest)
+        if any(gpus.relays(part.sources) for part in planned.devices.values()):
+            server.core.counters["relayed"] += 1
         reserved = await _reserve(server, topic, planned.manifest, State.WRITING)
         if reserved.skipped:
             return PublishReport(version=None, pending=tuple(expected.values()), waited=reserved.waited)
         try:
-            segment = await _memory(server, reserved)
-            if segment is not None:
-                await _copy(server, planned, segment)
+            await _copy(server, planned, await _memory(server, reserved), queued)
         except BaseException:
             server.core.discard(reserved.reservation, time.monotonic())
             server.carry_out()
@@ -105,7 +108,7 @@ async def publish(
 
 async def lend(server: Server, like: Source, topic: str) -> Lent:
     """See ``Publisher.loan``."""
-    manifest = await _run(server, lambda: like_plan(like))
+    manifest = await _run(server, lambda: like_mixed(like, gpus.exporter()))
     layout = await _layout(server, manifest)
     reserved = await _reserve(server, topic, manifest, State.LOANED)
     try:
@@ -118,13 +121,20 @@ async def lend(server: Server, like: Source, topic: str) -> Lent:
 
 
 async def publish_lent(
-    server: Server, lent: Lent, label: str, values: dict[str, Value], wait: Wait, timeout: float
-) -> PublishReport:
+    server: Server, lent: Lent, label: str, values: dict[str, Value], wait: Wait, timeout: float,
+    queued: Mapping[int, CudaEvent],
+) -> PublishReport:  # fmt: skip
     """Commit a loan that the caller has let go of; see ``Loan.publish``."""
     if lent.over:
         raise UsageError("the loan is over")
     lent.over = True
     expected = server.core.attached(lent.topic)
+    try:
+        for segment in lent.segment.devices.values():
+            await _run(server, partial(segment.wait, list(queued.values())))
+    except BaseException:
+        lent.over = False  # nothing was announced
+        raise
     version = _commit(server, lent.reservation, lent.layout, label, values)
     assert version is not None, "the loan's references were checked before"
     return await _report(server, lent.topic, version, expected, wait, timeout, lent.waited)
@@ -191,7 +201,8 @@ async def _layout(server: Server, manifest: Manifest) -> Layout:
 
 async def _reserve(server: Server, topic: str, manifest: Manifest, state: State) -> fx.Reserved:
     nbytes = -(-manifest.nbytes // PAGE_BYTES) * PAGE_BYTES
-    key = server.core.reserve(topic, nbytes, state, time.monotonic())
+    devices = tuple((spec.device, spec.nbytes) for spec in manifest.devices)
+    key = server.core.reserve(topic, nbytes, state, time.monotonic(), devices)
     try:
         reserved: fx.Reserved = await server.answer(key)
     except BaseException:
@@ -217,27 +228,32 @@ def _complain(server: Server, topic: str, reserved: fx.Reserved) -> None:
     )  # fmt: skip
 
 
-async def _memory(server: Server, reserved: fx.Reserved) -> Segment | None:
+async def _memory(server: Server, reserved: fx.Reserved) -> Pooled:
     if not reserved.segment:
-        return None
+        return Pooled()
     if not reserved.fresh:
         return server.pool.get(reserved.segment)
     try:
-        return await _run(server, lambda: server.pool.create(reserved.segment, reserved.nbytes))
+        return await _run(server, lambda: server.pool.create(reserved.segment, reserved.nbytes, reserved.devices))
     except BusyncError:
         server.core.allocation_failed(reserved.reservation, time.monotonic())
         raise
 
 
-async def _copy(server: Server, planned: Plan, segment: Segment) -> None:
+async def _copy(server: Server, planned: Plan, segment: Pooled, queued: Mapping[int, CudaEvent]) -> None:
     def make_jobs() -> list[Job]:
-        return planned.jobs(memoryview(segment.mapping), server.options.copy_threads, segment.views)
+        views = segment.host.views if segment.host is not None else None
+        return planned.jobs(segment.mapping, server.options.copy_threads, views)
 
     jobs = make_jobs() if len(planned.sources) < LARGE_MANIFEST else await _run(server, make_jobs)
-    if planned.manifest.nbytes <= SMALL_BYTES:
+    if planned.manifest.nbytes <= SMALL_BYTES and not planned.devices:
         for job in jobs:
             job()
         return
+    for device, part in planned.devices.items():
+        on_device = segment.devices[device]
+        before = [event for index, event in queued.items() if index == on_device.index]
+        jobs.append(partial(on_device.fill, part, before))
     futures: list[asyncio.Future[None]] = []
     try:
         futures.extend(start_job(server.loop, server.workers, job) for job in jobs)

@@ -18,33 +18,34 @@ import weakref
 from collections import deque
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import uvloop
 
 from busync import forks
 from busync.calls import Call, Outcome, start_job
-from busync.errors import BusyncError, ClosedError, DecodeError, FdError, ProtocolError
+from busync.errors import BusyncError, ClosedError, DecodeError, DeviceError, FdError, ProtocolError
 from busync.fds import fd_budget, raise_fd_limit
-from busync.handles import Planner, TensorBuilder, content_digest
-from busync.ids import SessionId, Version, new_incarnation, new_token
+from busync.handles import Planner, Reader, TensorBuilder, content_digest, encode_handle, gpus
+from busync.ids import SegmentId, SessionId, Version, new_incarnation, new_token
 from busync.manifest import Manifest
 from busync.options import PublisherOptions
-from busync.pool import Pool
+from busync.pool import Pool, Pooled
 from busync.protocol import effects as fx
 from busync.protocol.publisher import PublisherProtocol
 from busync.transport.board import Board
 from busync.transport.bus import RouterBus, Sent
 from busync.transport.door import DoorConnection, DoorListener
 from busync.transport.endpoint import Claim, Endpoint
-from busync.wire import Segment, Welcome, decode_bus_up, decode_door_up, encode, manifest_parts
+from busync.wire import DeviceSegment, Segment, Welcome, decode_bus_up, decode_door_up, encode, manifest_parts
 
 logger = logging.getLogger("busync")
 T = TypeVar("T")
 
 STOP_TIMEOUT = 10.0  #: seconds that the end of the program waits for a publisher that was left open
 SPARE_DESCRIPTORS = 32  #: below this many the door admits nobody: libzmq aborts the process when it runs out
+FIRST_REAP, LAST_REAP = 0.02, 1.0  #: seconds between looks at exports that have not ended yet
 RETRY = 0.005  #: seconds until packets that found no room are tried again
 ACCEPTS_PER_TURN = 64
 PACKETS_PER_TURN = 64
@@ -59,7 +60,9 @@ class Peer:
     session: SessionId
     door: DoorConnection
     token: bytes
+    reader: Reader
     retrying: bool = False
+    exports: int = 0  #: of memory on GPUs, that were made for it
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +104,7 @@ class Server(forks.ForkAware):
         self._bus_used = False  #: since the last look whether something has arrived
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._reaper: asyncio.Task[None] | None = None
         self.ready: Outcome[None] = Outcome()
         self.ended: Outcome[None] = Outcome()
         self._stop_asked = asyncio.Event()
@@ -195,6 +199,7 @@ class Server(forks.ForkAware):
         self.workers.shutdown(wait=True)
         self._digester.shutdown(wait=True)
         self.pool.close()
+        gpus.exporter().tidy()
         if self.claim is not None:
             self.claim.release()
         if self._timer is not None:
@@ -214,7 +219,7 @@ class Server(forks.ForkAware):
                 break
             token = new_token()
             session = self.core.connected(door.peer.pid, door.peer.uid, token, time.monotonic())
-            peer = self._peers[session] = Peer(session, door, token)
+            peer = self._peers[session] = Peer(session, door, token, Reader.of(door.peer.pid, session=session))
             if door.peer.uid != os.geteuid() and door.peer.uid not in self.options.allow_uids:
                 self.core.refuse(session, "uid", f"user {door.peer.uid} may not subscribe (allow_uids)")
             elif fd_budget() < SPARE_DESCRIPTORS:
@@ -274,6 +279,9 @@ class Server(forks.ForkAware):
         if self._peers.get(peer.session) is peer:
             self._forget(peer)
             self.core.lost(peer.session, time.monotonic())
+            if peer.exports:
+                gpus.exporter().end(peer.reader)
+                self._reap_soon()
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.session]
@@ -305,9 +313,7 @@ class Server(forks.ForkAware):
                 for part in self.layouts[digest].parts:
                     self._send_bus(session, part)
             case fx.PushSegment(session, segment_id):
-                segment = self.pool.get(segment_id)
-                message = Segment(incarnation=self.core.incarnation, segment=segment_id, nbytes=segment.nbytes)
-                self._send_door(session, encode(message), segment.fd)
+                self._push(session, segment_id)
             case fx.SendDoor(session, message):
                 self._send_door(session, encode(message), self.board.fd if isinstance(message, Welcome) else None)
             case fx.WriteBoard(slot, version):
@@ -317,19 +323,59 @@ class Server(forks.ForkAware):
                 if answer is not None and not answer.done():
                     answer.set_result(effect)
             case fx.DropSegment(segment_id):
-                self.pool.drop(segment_id)
+                if self.pool.drop(segment_id):
+                    self._reap_soon()
             case fx.DropLayout(digest):
                 self.layouts.pop(digest, None)
             case fx.ComputeDigest(segment=segment_id):
                 # Taken now: when the task begins, a publish may have had the segment dropped, though not overwritten.
                 manifest = self.layouts[effect.layout].manifest
-                memory = memoryview(self.pool.get(segment_id).mapping if segment_id else b"")
-                self.loop.create_task(self._compute_digest(effect, manifest, memory))
+                segment = self.pool.get(segment_id) if segment_id else Pooled()
+                self.loop.create_task(self._compute_digest(effect, segment.builder(manifest)))
             case fx.EndSession(session, reason):
                 peer = self._peers.get(session)
                 if peer is not None:
                     logger.info("session of pid %d ends: %s", peer.door.peer.pid, reason)
                     self._lose(peer)
+
+    def _push(self, session: SessionId, segment_id: SegmentId) -> None:
+        """Send a segment: the descriptor of its memory on the host, and an export of that on each GPU."""
+        segment, incarnation = self.pool.get(segment_id), self.core.incarnation
+        if segment.host is not None:
+            message = Segment(incarnation=incarnation, segment=segment_id, nbytes=segment.host.nbytes)
+            self._send_door(session, encode(message), segment.host.fd)
+        for device, memory in segment.devices.items():
+            peer = self._peers.get(session)
+            if peer is None:
+                return
+            name = self.core.sessions[session].name
+            try:
+                handle = memory.export(replace(peer.reader, name=name))
+            except (DeviceError, RuntimeError) as error:
+                logger.warning("session of pid %d ends: %s", peer.door.peer.pid, error)
+                self.core.refuse(session, "device", str(error))
+                return
+            peer.exports += 1
+            if memory.worn:
+                self.core.wear_out(segment_id)
+            on_device = DeviceSegment(
+                incarnation=incarnation, segment=segment_id, device=device, nbytes=memory.nbytes,
+                handle=encode_handle(handle),
+            )  # fmt: skip
+            self._send_door(session, encode(on_device))
+
+    def _reap_soon(self) -> None:
+        """See to it that exports are noticed that end after their session, or without a word."""
+        if self._reaper is None or self._reaper.done():
+            self._reaper = self.loop.create_task(self._reap())
+
+    async def _reap(self) -> None:
+        pause = FIRST_REAP
+        while gpus.exporter().waiting():
+            freed = await start_job(self.loop, self.workers, gpus.exporter().reap)
+            self.core.counters["exports of dead readers"] += len(freed)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_REAP)
 
     def _send_bus(self, session: SessionId, data: bytes) -> None:
         peer = self._peers.get(session)
@@ -388,7 +434,10 @@ class Server(forks.ForkAware):
 
     def planner(self, topic: str) -> Planner:
         """Plans what is published on a topic, under its lock."""
-        return self._planners.setdefault(topic, Planner())
+        planner = self._planners.get(topic)
+        if planner is None:
+            planner = self._planners[topic] = Planner()
+        return planner
 
     def lock(self, topic: str) -> asyncio.Lock:
         """What keeps the publishes of one topic in order."""
@@ -403,10 +452,9 @@ class Server(forks.ForkAware):
         finally:
             self._answers.pop(key, None)
 
-    async def _compute_digest(self, effect: fx.ComputeDigest, manifest: Manifest, memory: memoryview) -> None:
+    async def _compute_digest(self, effect: fx.ComputeDigest, builder: TensorBuilder) -> None:
         def compute() -> bytes:
-            builder = TensorBuilder(memory, manifest)
-            return content_digest({spec.name: builder.build(spec) for spec in manifest.tensors})
+            return content_digest({spec.name: builder.build(spec) for spec in builder.manifest.tensors})
 
         digest: bytes | None = None
         try:
@@ -432,6 +480,7 @@ class Server(forks.ForkAware):
         return {
             "endpoint": self.endpoint.directory,
             "incarnation": self.core.incarnation,
+            "exports": len(gpus.exporter().outstanding()),
             **self.core.status(),
         }
 

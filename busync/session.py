@@ -11,9 +11,13 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import deque
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 from msgspec import Struct
 
@@ -22,24 +26,27 @@ from busync.errors import BusyncError, ProtocolError, ViolationError
 from busync.fds import OwnedFd
 from busync.handles import (
     COPY_BYTES,
+    LoadPlan,
     Memory,
+    MixedBuilder,
+    PrivateMappings,
+    ReceivedSegment,
     TensorBuilder,
     check_segment,
-    copy_private,
-    expect_large,
+    decode_handle,
+    gpus,
     live_names,
-    map_private,
     map_readonly,
 )
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
-from busync.manifest import Manifest
+from busync.manifest import DeviceSpec, Manifest
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.transport.board import BoardView
 from busync.transport.bus import DealerBus
 from busync.transport.door import DoorConnection, door_connect
 from busync.transport.endpoint import Endpoint
-from busync.wire import MAX_MESSAGE_BYTES, Abandon, Join, Release, decode_bus_down, decode_door_down, encode
+from busync.wire import MAX_MESSAGE_BYTES, Abandon, Join, Release, Want, decode_bus_down, decode_door_down, encode
 
 #: Seconds of messages that one turn handles before it lets the loop do something else.
 TURN = 0.008
@@ -50,12 +57,14 @@ class SessionEnded(BusyncError):
 
 
 class AttachedSegment:
-    """A segment that the publisher sent: its descriptor, and one read-only mapping for loads."""
+    """A segment that the publisher sent: its descriptor, its mappings for tensors and for loads, its memory on GPUs."""
 
-    def __init__(self, segment: SegmentId, fd: OwnedFd, nbytes: int) -> None:
+    def __init__(self, segment: SegmentId, fd: OwnedFd | None = None, nbytes: int = 0) -> None:
         self.id = segment
-        self.nbytes = nbytes
-        self.fd = fd
+        self.nbytes = nbytes  #: on the host
+        self.fd = fd  #: None: it has no memory on the host, or that has not arrived yet
+        self.private = PrivateMappings(fd, nbytes) if fd is not None else None  #: for tensors that callers get
+        self.devices: dict[str, ReceivedSegment] = {}  #: by UUID
         self._readonly: mmap.mmap | None = None
 
     def readonly(self) -> mmap.mmap:
@@ -64,14 +73,25 @@ class AttachedSegment:
         Raises:
             AllocationError: it cannot be mapped.
         """
+        assert self.fd is not None, "mapped without a descriptor"
         with forks.fork_lock:
             if self._readonly is None:
                 self._readonly = map_readonly(self.fd, self.nbytes)
             return self._readonly
 
+    def close(self) -> None:
+        """The session needs it no more; what is in use stays open. Mappings and descriptors go with the last user."""
+        for memory in self.devices.values():
+            memory.close()
+        if self.private is not None:
+            self.private.end()
+
     def after_fork_in_child(self) -> None:
         """Close the child's descriptor; the read-only mapping does not exist in the child."""
-        self.fd.close()
+        if self.fd is not None:
+            self.fd.close()
+        if self.private is not None:
+            self.private.after_fork_in_child()
         if self._readonly is not None:
             forks.immortal(self._readonly)
             self._readonly = None
@@ -89,16 +109,22 @@ class _Word(Struct, eq=False, gc=False):
     pid: int
     ended: deque[LeaseId]
     lease: LeaseId
+    said: bool  #: by a Want
     holds: weakref.WeakValueDictionary[LeaseId, Hold]  #: the session's
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and os.getpid() == self.pid:
+        if not self.said and not sys.is_finalizing() and os.getpid() == self.pid:
             self.door.send(self.packet)
             self.ended.append(self.lease)
 
 
 class Hold:
-    """This process's use of one version, under one lease. When it dies, its mappings are gone and Release is sent."""
+    """This process's use of one version, under one lease.
+
+    When it dies, nothing of the version can be read here any more, and Release is sent. The bytes of a small version
+    are copied when they are first needed. From then on the lease is not needed, and ends with the next Want if the hold
+    lives as long.
+    """
 
     def __init__(
         self, session: Session, lease: LeaseId, version: Version, manifest: Manifest, segment: AttachedSegment | None
@@ -109,35 +135,91 @@ class Hold:
         self.manifest = manifest
         self.segment = segment
         self._mapped = session.mapped
+        self._spare = session.spare
+        self._bytes: bytearray | None = None  #: of a small version, as they were published; nobody writes to them
+        self._copying = threading.RLock()  #: nobody may find the lease gone half way
         #: of each mapping. Not its builder: that refers to the mapping, and the mapping to this hold
         self._memories: list[Memory] = []
         packet = encode(Release(lease=lease))
-        self._word = _Word(session.door, packet, os.getpid(), session.ended, lease, session.holds)
+        self._word = _Word(session.door, packet, os.getpid(), session.ended, lease, False, session.holds)
 
     def own_memory(self) -> TensorBuilder:
         """A builder of tensors over memory of this process, which keeps this hold alive.
 
-        A copy-on-write mapping of the segment; a copy if there is little.
+        A copy-on-write mapping of the segment; a copy, which does not, if there is little. On a GPU the publisher's own
+        memory, or a copy if the reader uses another one.
+
+        Raises:
+            AllocationError: it cannot be mapped, or copied.
+            AttachError: it cannot be opened.
+        """
+        builder = self._host_memory()
+        if self.manifest.devices:
+            builder = MixedBuilder([builder, *map(self._device_memory, self.manifest.devices)])
+        self._memories.append(builder.memory)
+        return builder
+
+    def _host_memory(self) -> TensorBuilder:
+        segment, nbytes = self.segment, self.manifest.nbytes
+        if segment is None or segment.fd is None or not nbytes:
+            return TensorBuilder(memoryview(b""), self.manifest)
+        if nbytes <= COPY_BYTES:
+            return TensorBuilder(bytearray(self._copied(segment)), self.manifest)
+        private = segment.private
+        assert private is not None, "memory on the host without a descriptor"
+        private.prepare()
+        with forks.fork_lock:
+            mapping = private.map(keep=self)
+            self._mapped.add(self.lease)
+            self._stay_known()
+        return TensorBuilder(mapping, self.manifest)
+
+    def _copied(self, segment: AttachedSegment) -> bytearray:
+        """The bytes of a small version, under its lease the first time."""
+        with self._copying:
+            if self._bytes is None:
+                self._bytes = bytearray(memoryview(segment.readonly())[: self.manifest.nbytes])
+                if not self.manifest.devices:
+                    self._spare.append(self.lease)
+            return self._bytes
+
+    def said(self) -> None:
+        """A Want has said that the lease has ended."""
+        self._word.said = True
+
+    def _device_memory(self, spec: DeviceSpec) -> TensorBuilder:
+        assert self.segment is not None, "memory on a GPU without a segment"
+        memory = self.segment.devices[spec.device]
+        if memory.foreign:
+            return memory.copy(self.manifest)
+        self._stay_known()
+        return memory.map(self.manifest, partial(_let_go, self))
+
+    def _stay_known(self) -> None:
+        if self.lease not in self._word.holds:  # the finalizer of a cycle has saved it
+            self._word.holds[self.lease] = self
+
+    def load(self, plan: LoadPlan) -> None:
+        """Copy the version as planned, to the end, also on GPUs. Blocks.
 
         Raises:
             AllocationError: it cannot be mapped.
+            AttachError: it cannot be opened.
+            DeviceError: a GPU has failed.
         """
-        if self.segment is None:
-            return TensorBuilder(memoryview(b""), self.manifest)
-        nbytes = self.manifest.nbytes
-        if nbytes <= COPY_BYTES:
-            builder = TensorBuilder(copy_private(self.segment.readonly(), nbytes, keep=self), self.manifest)
-            self._memories.append(builder.memory)
-            return builder
-        large = expect_large(self.segment.nbytes)
-        with forks.fork_lock:
-            mapping = map_private(self.segment.fd, self.segment.nbytes, keep=self, large=large)
-            self._mapped.add(self.lease)
-            if self.lease not in self._word.holds:  # the finalizer of a cycle has saved it
-                self._word.holds[self.lease] = self
-        builder = TensorBuilder(mapping, self.manifest)
-        self._memories.append(builder.memory)
-        return builder
+        segment, manifest = self.segment, self.manifest
+        memory: mmap.mmap | memoryview = memoryview(b"")
+        if segment is not None and manifest.nbytes:
+            small = manifest.nbytes <= COPY_BYTES
+            memory = memoryview(self._copied(segment)) if small else segment.readonly()
+        host = TensorBuilder(memory, manifest)
+        if segment is None or not manifest.devices:
+            plan.run(host)
+            return
+        with ExitStack() as stack:
+            parts = [stack.enter_context(segment.devices[s.device].load(manifest)) for s in manifest.devices]
+            plan.run(MixedBuilder([host, *parts]))
+            gpus.finish(plan.tensors)
 
     def __str__(self) -> str:
         names = [name for memory in self._memories for name in live_names(self.manifest, memory)]
@@ -145,6 +227,10 @@ class Hold:
             return f"version {self.version}: its snapshot"
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         return f"version {self.version}: {names[0]!r}{more}"
+
+
+def _let_go(hold: Hold) -> None:
+    """Holds what it is to be called with, until a GPU is done with it."""
 
 
 class Session(forks.ForkAware):
@@ -155,9 +241,10 @@ class Session(forks.ForkAware):
         FdError: the process has no descriptor left.
     """
 
-    def __init__(self, endpoint: Endpoint, core: SubscriberProtocol) -> None:
+    def __init__(self, endpoint: Endpoint, core: SubscriberProtocol, device: str | None = None) -> None:
         self.endpoint = endpoint
         self.core = core
+        self.device = device  #: the UUID of the one GPU that the application uses; None: whichever a version is on
         self.door = door_connect(endpoint.door_path)
         self.bus: DealerBus | None = None
         self.board: BoardView | None = None
@@ -165,7 +252,10 @@ class Session(forks.ForkAware):
         self.incarnation = Incarnation(0)
         #: leases whose Release was sent, for the core to strike out
         self.ended: deque[LeaseId] = deque()
+        self.spare: deque[LeaseId] = deque()  #: leases of versions that were copied, for the core to know
         self.holds: weakref.WeakValueDictionary[LeaseId, Hold] = weakref.WeakValueDictionary()
+        #: of versions that were copied, and whose leases have ended
+        self.copies: weakref.WeakValueDictionary[Version, Hold] = weakref.WeakValueDictionary()
         #: leases on segments that tensors of the user may point into. A fork, perhaps on another thread, reads them
         #: here and not from the holds: one that it referred to would outlive its last use.
         self.mapped: set[LeaseId] = set()
@@ -183,7 +273,8 @@ class Session(forks.ForkAware):
 
     def hold(self, granted: fx.Granted) -> Hold:
         """The holder of a fresh grant."""
-        segment = self.segments[granted.segment] if granted.segment_nbytes else None
+        stored = granted.segment_nbytes or granted.manifest.devices
+        segment = self.segments[granted.segment] if stored else None
         hold = Hold(self, granted.lease, granted.version, granted.manifest, segment)
         self.holds[granted.lease] = hold
         return hold
@@ -216,12 +307,14 @@ class Session(forks.ForkAware):
             lease = self.ended.popleft()
             self.mapped.discard(lease)
             self.core.ended(lease)
-        if self.core.held > len(self.holds):
+        while self.spare:
+            self.core.spared(self.spare.popleft())
+        if self.core.held + len(self.core.spare) > len(self.holds):
             self._keep_words()
 
     def _keep_words(self) -> None:
         """Say Release for leases whose last user is gone without a word: Ctrl-C may strike inside a finalizer."""
-        for lease in self.core.held_leases().difference(self.holds):
+        for lease in self.core.without_hold(self.holds):
             self.door.send(encode(Release(lease=lease)))
             self.mapped.discard(lease)
             self.core.ended(lease)
@@ -256,23 +349,44 @@ class Session(forks.ForkAware):
             match effect:
                 case fx.ToDoor(message):
                     self.door.send(encode(message))
+                    if isinstance(message, Want) and message.released:
+                        self._said(message.released)
                 case fx.ConnectBus(token, incarnation, slot):
                     self._connect_bus(token, incarnation, slot)
                 case fx.TakeSegment(segment, nbytes):
                     fd = self._take_fd("a segment")
                     check_segment(fd, segment, nbytes)
-                    self.segments[segment] = AttachedSegment(segment, fd, nbytes)
+                    attached = AttachedSegment(segment, fd, nbytes)
+                    if segment in self.segments:  # its memory on a GPU came first
+                        attached.devices = self.segments[segment].devices
+                    self.segments[segment] = attached
+                case fx.TakeDevice(segment, device, nbytes, values):
+                    self._take_device(segment, device, nbytes, values)
                 case fx.ForgetSegments(segments):
                     for segment in segments:
-                        self.segments.pop(segment, None)
+                        self.segments.pop(segment).close()
                 case _:
                     events.append(effect)
+
+    def _said(self, released: tuple[int, ...]) -> None:
+        for lease in map(LeaseId, released):
+            hold = self.holds.pop(lease, None)
+            if hold is not None:
+                hold.said()
+                self.copies[hold.version] = hold
 
     def _take_fd(self, what: str) -> OwnedFd:
         fd, self._fd = self._fd, None
         if fd is None:
             raise ViolationError("the publisher", f"{what} without its descriptor")
         return fd
+
+    def _take_device(self, segment: SegmentId, device: str, nbytes: int, values: dict[str, Any]) -> None:
+        handle = decode_handle(segment, nbytes, values)
+        if handle.device != device:
+            raise ViolationError("the publisher", f"memory on {device} with a handle for {handle.device}")
+        attached = self.segments.setdefault(segment, AttachedSegment(segment))
+        attached.devices[device] = ReceivedSegment(gpus.importer(), segment, handle, nbytes, self.device)
 
     def _connect_bus(self, token: bytes, incarnation: Incarnation, slot: int) -> None:
         self.board = BoardView(self._take_fd("a board"), incarnation)
@@ -288,6 +402,8 @@ class Session(forks.ForkAware):
             self.bus.close()
         if self.board is not None:
             self.board.close()
+        for segment in self.segments.values():
+            segment.close()
         self.segments.clear()
         self.core.stop()
 

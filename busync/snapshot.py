@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from busync import forks
 from busync.calls import finish
 from busync.errors import AllocationError, AttachError, BusyncError, MismatchError, UsageError
-from busync.handles import NameMap, TensorBuilder, Tensors, plan_load
+from busync.handles import NameMap, Tensors, plan_load
 from busync.ids import Incarnation, Version
 from busync.manifest import Manifest
 from busync.protocol.effects import Granted
@@ -65,7 +65,7 @@ class Snapshot:
         self.topic: str = owner.topic
         self.incarnation: Incarnation = incarnation
         self.manifest: Manifest = granted.manifest
-        self.nbytes: int = granted.manifest.nbytes
+        self.nbytes: int = granted.manifest.total_bytes
         self.values: dict[str, Any] = dict(granted.values)  # the caller knows what it published
         self.published_at: float = granted.published_at
         self._owner = owner
@@ -83,9 +83,13 @@ class Snapshot:
         and tied names share one storage. The version stays leased for as long as this mapping or any tensor, view or
         module parameter made from it lives.
 
+        Tensors on a GPU are the publisher's own memory: an edit in place is seen by everybody. Those of another device
+        than the subscriber's ``device`` are copied to that one.
+
         Raises:
             UsageError: the snapshot was released or spent by ``load_into``.
-            AllocationError: the memory cannot be mapped.
+            AllocationError: the memory cannot be mapped, or a GPU has no room for a copy.
+            AttachError: memory on a GPU cannot be opened here; the publisher is told.
         """
         hold = self._held()
         if self._tensors is None:
@@ -151,8 +155,7 @@ class Snapshot:
 
     def _copy(self, hold: Hold, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None) -> None:
         plan = plan_load(self.version, self.manifest, modules, strict=strict, map=map)
-        memory = memoryview(hold.segment.readonly()) if hold.segment is not None else memoryview(b"")
-        plan.run(TensorBuilder(memory, self.manifest))
+        hold.load(plan)
 
     async def ack(self) -> None:
         """Tell the publisher that this version is in use here. Asking for the next version says it as well.

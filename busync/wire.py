@@ -15,9 +15,19 @@ import msgspec
 from msgspec import Meta, Struct
 
 from busync.errors import DecodeError
-from busync.manifest import MAX_SEGMENT_BYTES, MAX_TENSORS, GroupSpec, Manifest, Name, TensorSpec
+from busync.manifest import (
+    MAX_DEVICES,
+    MAX_SEGMENT_BYTES,
+    MAX_TENSORS,
+    DeviceName,
+    DeviceSpec,
+    GroupSpec,
+    Manifest,
+    Name,
+    TensorSpec,
+)
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 MAX_PACKET_BYTES = 32 * 1024  #: one packet on the door
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024  #: one message on the bus
@@ -34,7 +44,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 #: A plain value that travels beside tensors.
 Value = bool | int | float | str | bytes | None
 VALUE_TYPES: tuple[type, ...] = (bool, int, float, str, bytes, type(None))
-RefuseCode = Literal["uid", "wire-version", "descriptors", "topics", "protocol"]
+RefuseCode = Literal["uid", "wire-version", "descriptors", "topics", "protocol", "device"]
 NackCode = Literal["attach", "apply"]
 
 
@@ -60,6 +70,7 @@ class Want(Message, frozen=True, kw_only=True):
     have: Number  #: 0: anything
     digest: bool = False  #: also compute and send the version's content digest
     ack: Number = 0  #: as Ack with this version, said before; 0: nothing
+    released: Annotated[tuple[Number, ...], Meta(max_length=1024)] = ()  #: as Release with each of these, said before
 
 
 class Withdraw(Message, frozen=True, kw_only=True):
@@ -115,11 +126,21 @@ class Refuse(Message, frozen=True, kw_only=True):
 
 
 class Segment(Message, frozen=True, kw_only=True):
-    """Comes with the descriptor of a segment that this session has not seen yet."""
+    """Comes with the descriptor of a segment that this session has not seen yet: of its memory on the host."""
 
     incarnation: Number  #: as in Welcome
     segment: Number  #: its number, never used again
     nbytes: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]  #: its size, whole pages
+
+
+class DeviceSegment(Message, frozen=True, kw_only=True):
+    """A segment's memory on one GPU, which this session has not seen yet. To be opened at most once."""
+
+    incarnation: Number  #: as in Welcome
+    segment: Number  #: as in Segment; it may have memory on the host besides, and on other GPUs
+    device: DeviceName  #: the GPU's UUID
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]  #: that tensors may use
+    handle: dict[Label, Any]  #: what opens it, for this session alone; the GPU's side checks it
 
 
 class Forget(Message, frozen=True, kw_only=True):
@@ -149,8 +170,10 @@ class ManifestPart(Message, frozen=True, kw_only=True):
     layout: Digest16  #: digest of the whole layout
     part: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]  #: which one this is, from 0
     parts: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]  #: how many there are
-    #: bytes of the segment in use, 0 when no tensor has an element
+    #: bytes of the host's memory in use, 0 when no tensor there has an element
     nbytes: Annotated[int, Meta(ge=0, le=MAX_SEGMENT_BYTES)]
+    #: of the whole layout, in each part
+    devices: Annotated[tuple[DeviceSpec, ...], Meta(max_length=MAX_DEVICES)] = ()
     #: those that the tensors below are the first to use
     groups: Annotated[tuple[GroupSpec, ...], Meta(max_length=PART_TENSORS)]
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=PART_TENSORS)]  #: see TensorSpec
@@ -170,7 +193,7 @@ def manifest_parts(manifest: Manifest, incarnation: int) -> list[ManifestPart]:
         parts.append(
             ManifestPart(
                 incarnation=incarnation, layout=manifest.digest, part=part, parts=len(starts), nbytes=manifest.nbytes,
-                groups=manifest.groups[first:used], tensors=tensors,
+                devices=manifest.devices, groups=manifest.groups[first:used], tensors=tensors,
             )
         )  # fmt: skip
     return parts
@@ -199,7 +222,7 @@ class Digest(Message, frozen=True, kw_only=True):
 
 
 DoorUp = Hello | Want | Withdraw | Ack | Release | Abandon | Nack
-DoorDown = Welcome | Refuse | Segment | Forget
+DoorDown = Welcome | Refuse | Segment | DeviceSegment | Forget
 BusUp = Join
 BusDown = Joined | ManifestPart | Announce | Digest
 

@@ -9,6 +9,7 @@ from busync.errors import DecodeError
 from busync.manifest import (
     DTYPES,
     MAX_SEGMENT_BYTES,
+    DeviceSpec,
     GroupSpec,
     Manifest,
     TensorSpec,
@@ -148,6 +149,48 @@ def test_impossible_tensors_without_elements_are_refused(bad: TensorSpec) -> Non
 def test_bad_groups_are_refused(nbytes: int, groups: list[GroupSpec], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         check_part(nbytes, groups, [spec()])
+
+
+A, B = DeviceSpec("0000000a-0000-4000-8000-000000000000", 64), DeviceSpec("0000000b-0000-4000-8000-000000000000", 24)
+
+
+@pytest.mark.parametrize(
+    ("devices", "group", "reason"),
+    [
+        ([A], GroupSpec(0, 24, 1), ""),
+        ([A, B], GroupSpec(0, 24, 2), ""),
+        ([], GroupSpec(0, 24, 1), "memory 1 of 1"),
+        ([A], GroupSpec(0, 24, 2), "memory 2 of 2"),
+        ([A], GroupSpec(0, 65, 1), "beyond the segment"),
+        ([A, B], GroupSpec(0, 32, 2), "beyond the segment"),
+        ([A], GroupSpec(32, 24, 1), "misaligned"),
+        ([A, A], GroupSpec(0, 24, 1), "named twice"),
+        ([A], GroupSpec(0, 0, 2), "memory 2 of 2"),
+    ],
+)
+def test_groups_lie_in_memory_that_there_is(devices: list[DeviceSpec], group: GroupSpec, reason: str) -> None:
+    if not reason:
+        check_part(0, [group], [spec()], devices=devices)
+        return
+    with pytest.raises(ValueError, match=reason):
+        check_part(0, [group], [spec()], devices=devices)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_each_memory_has_an_order_of_its_own(known: bool) -> None:
+    devices, ends = [A, B], ({0: 24, 1: 24} if known else None)
+    before = [GroupSpec(0, 24), GroupSpec(0, 24, 1)]
+
+    def check(group: GroupSpec) -> None:
+        check_part(
+            24, [group], [spec("v", group=2)], devices=devices, groups_before=before, names_before={"w", "x"},
+            ends=dict(ends) if ends is not None else None,
+        )  # fmt: skip
+
+    check(GroupSpec(0, 24, 2))
+    for group in (GroupSpec(0, 24), GroupSpec(0, 24, 1)):
+        with pytest.raises(ValueError, match="overlap"):
+            check(group)
 
 
 def test_names_are_unique_across_parts() -> None:

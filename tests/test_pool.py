@@ -32,13 +32,13 @@ def test_segments_are_kept_by_id() -> None:
     first = pool.create(ONE, PAGE)
     second = pool.create(TWO, 3 * PAGE)
     assert (pool.get(ONE), pool.get(TWO)) == (first, second)
-    assert (first.nbytes, second.nbytes) == (PAGE, 3 * PAGE)
+    assert (len(first.mapping), len(second.mapping)) == (PAGE, 3 * PAGE)
     assert open_fds() == before + 2
     pool.drop(ONE)
     assert open_fds() == before + 1
     with pytest.raises(KeyError):
         pool.get(ONE)
-    first.mapping[:1] = b"x"  # whoever still has it may use it
+    first.mapping[0] = 1  # whoever still has it may use it
     pool.close()
     pool.close()
     assert open_fds() == before
@@ -80,7 +80,7 @@ def test_a_child_keeps_neither_descriptors_nor_memory() -> None:
             mapping[0] = 1
 
     check_in_child(check)
-    kept.mapping[:1] = b"x"
+    kept.mapping[0] = 1
     assert pool.get(ONE) is kept
     pool.close()
 
@@ -104,5 +104,5 @@ def test_a_fork_does_not_wait_for_a_segment_that_is_being_made(monkeypatch: pyte
     check_in_child(check)
     go_on.set()
     thread.join()
-    assert pool.get(ONE).nbytes == PAGE
+    assert len(pool.get(ONE).mapping) == PAGE
     pool.close()

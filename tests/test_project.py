@@ -74,6 +74,7 @@ def test_make_lists_its_commands() -> None:
         "demo",
         "examples",
         "bench",
+        "bench-gpu",
         "bench-peers",
         "clean",
     ]

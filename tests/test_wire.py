@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from busync import wire
 from busync.errors import DecodeError
-from busync.manifest import GroupSpec, TensorSpec, check_part, make_manifest
+from busync.manifest import DeviceSpec, GroupSpec, TensorSpec, check_part, make_manifest
 from busync.wire import Message, decode_bus_down, decode_bus_up, decode_door_down, decode_door_up, encode
 
 Decode = Callable[[bytes], Any]
@@ -30,7 +30,8 @@ VALUES: st.SearchStrategy[wire.Value] = st.one_of(
     st.binary(max_size=50),
 )  # fmt: skip
 DIMS = st.lists(NUMBERS, max_size=32).map(tuple)
-GROUPS = st.builds(GroupSpec, offset_bytes=NUMBERS, nbytes=NUMBERS)
+GROUPS = st.builds(GroupSpec, offset_bytes=NUMBERS, nbytes=NUMBERS, memory=st.integers(0, 3))
+DEVICES = st.uuids().map(str)
 TENSORS = st.builds(
     TensorSpec, name=TEXTS.filter(bool), dtype=TEXTS, size=DIMS, stride=DIMS, group=NUMBERS, offset=NUMBERS,
     requires_grad=st.booleans(), parameter=st.booleans(),
@@ -62,6 +63,13 @@ MESSAGES: dict[type[Message], tuple[st.SearchStrategy[Any], Decode]] = {
         st.builds(wire.Segment, incarnation=NUMBERS, segment=NUMBERS, nbytes=st.integers(1, 1 << 46)),
         decode_door_down,
     ),
+    wire.DeviceSegment: (
+        st.builds(
+            wire.DeviceSegment, incarnation=NUMBERS, segment=NUMBERS, device=DEVICES, nbytes=st.integers(1, 1 << 46),
+            handle=st.dictionaries(TEXTS, VALUES, max_size=9),
+        ),
+        decode_door_down,
+    ),
     wire.Forget: (
         st.builds(wire.Forget, incarnation=NUMBERS, segments=st.lists(NUMBERS, max_size=9).map(tuple)),
         decode_door_down,
@@ -71,7 +79,9 @@ MESSAGES: dict[type[Message], tuple[st.SearchStrategy[Any], Decode]] = {
     wire.ManifestPart: (
         st.builds(
             wire.ManifestPart, incarnation=NUMBERS, layout=BYTES16, part=st.integers(0, 9), parts=st.integers(1, 10),
-            nbytes=st.integers(0, 1 << 46), groups=st.lists(GROUPS, max_size=3).map(tuple),
+            nbytes=st.integers(0, 1 << 46),
+            devices=st.lists(st.builds(DeviceSpec, device=DEVICES, nbytes=st.integers(1, 99)), max_size=2).map(tuple),
+            groups=st.lists(GROUPS, max_size=3).map(tuple),
             tensors=st.lists(TENSORS, max_size=3).map(tuple),
         ),
         decode_bus_down,
@@ -101,6 +111,9 @@ SAMPLES: dict[type[Message], Message] = {
     wire.Welcome: wire.Welcome(wire=1, incarnation=1, token=b"t" * 16, slot=1, max_held=2),
     wire.Refuse: wire.Refuse(code="uid", text="no"),
     wire.Segment: wire.Segment(incarnation=1, segment=1, nbytes=4096),
+    wire.DeviceSegment: wire.DeviceSegment(
+        incarnation=1, segment=1, device="00000001-0000-4000-8000-000000000001", nbytes=4096, handle={"slot": 1}
+    ),
     wire.Forget: wire.Forget(incarnation=1, segments=(1, 2)),
     wire.Join: wire.Join(),
     wire.Joined: wire.Joined(incarnation=1),

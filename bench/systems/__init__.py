@@ -11,7 +11,7 @@ from bench.systems.base import System
 MODULES: Final = {
     "limit": "limit", "floor": "floor", "busync": "busync_",
     "queues": "queues", "queues-reuse": "queues_reuse", "zmq": "zmq_bytes", "files": "files", "gloo": "gloo",
-    "torchrl": "torchrl_", "ray": "ray_",
+    "torchrl": "torchrl_", "ray": "ray_", "staging": "staging",
 }  # fmt: skip
 
 

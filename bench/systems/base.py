@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bench.states import KINDS, Kind, State
 
 Mode = Literal["view", "read", "load", "loan", "memory", "loops"]
+CONTEXT_BYTES: Final = 500e6  #: of a device's memory that a process takes before it has any tensor, roughly
 USUAL: Final[tuple[Mode, ...]] = ("view", "read", "load", "memory")  #: what a system with readers can do
 
 
@@ -148,19 +149,29 @@ class System:
     reader: Callable[[Any, Cell, str, int], Reader] | None = None  #: None: no readers at all
     tickets: Callable[[Cell], list[Any]] = no_tickets  #: for each reader process, and all of them for the learner
     modes: frozenset[Mode] = frozenset(USUAL)
+    gpu_modes: frozenset[Mode] = frozenset()  #: what it can do with weights on a GPU
+    staged: bool = False  #: weights on a GPU go through the host's memory
     needs: tuple[str, ...] = ()  #: modules that have to be installed
     spread: bool = False  #: can have several readers in one process
     busy: bool = True  #: has readers, whose processes can have other work too
     warm: int = 2  #: rounds after which it takes as long as ever
-    copies: int = 0  #: of the weights that a reader has in memory of its own, at most
+    copies: int = 0  #: of the weights that a reader has in memory of its own, where they are wanted, at most
     page: str = ""  #: the documentation that was followed
     note: str = ""  #: how it is used, in a line
 
     def can(self, cell: Cell) -> bool:
         """Is this work for it?"""
-        return cell.mode in self.modes and (self.spread or not cell.processes) and (self.busy or not cell.busy)
+        modes = self.gpu_modes if cell.kind.on_device else self.modes
+        return cell.mode in modes and (self.spread or not cell.processes) and (self.busy or not cell.busy)
 
     def needs_bytes(self, cell: Cell) -> int:
-        """Memory that it takes, roughly: what readers have of their own, and a few versions beside."""
+        """The host's memory that it takes, roughly: what readers have of their own, and a few versions beside."""
+        if cell.kind.on_device:
+            return 4 * cell.kind.nbytes * self.staged
         own = self.copies + (cell.mode == "load")
         return cell.kind.nbytes * (own * cell.readers + 4)
+
+    def needs_device_bytes(self, cell: Cell) -> float:
+        """A device's memory that it takes, roughly: the same, and what each process takes for itself."""
+        versions = self.copies * cell.readers + (1 if self.staged else 4)
+        return cell.kind.nbytes * versions + CONTEXT_BYTES * (cell.readers + 1)

@@ -33,9 +33,13 @@ class BusyncLearner(Learner):
     def prepare(self, state: State) -> None:
         """Write a loan, if that is the mode."""
         if self.cell.mode == "loan":
-            self._loan = self._publisher.loan(like=state).__enter__()
-            for name, tensor in state.items():
-                self._loan.tensors[name].copy_(tensor)
+            self.write_loan(state, state)
+
+    def write_loan(self, like: State, state: State) -> None:
+        """Where ``like`` is."""
+        self._loan = self._publisher.loan(like=like).__enter__()
+        for name, tensor in state.items():
+            self._loan.tensors[name].copy_(tensor)
 
     def hand_over(self, state: State, answers: Answers) -> None:
         """Publish, and wait for all."""
@@ -50,7 +54,7 @@ class BusyncLearner(Learner):
     def kept(self) -> int:
         """The pool."""
         topics = self._publisher.status()["topics"].values()
-        return sum(topic["bytes"] for topic in topics)
+        return sum(topic["bytes"] + sum(topic["devices"].values()) for topic in topics)
 
     def close(self) -> None:
         """End the publisher."""
@@ -112,6 +116,6 @@ class BusyncReader(Reader):
 
 SYSTEM = System(
     name="busync", learner=BusyncLearner, reader=BusyncReader, warm=4, modes=frozenset((*USUAL, "loan", "loops")),
-    spread=True, page="README.md",
+    gpu_modes=frozenset(("view", "loan")), spread=True, page="README.md",
     note="publish(wait='all'); plain subscribers in a loop: to ask for the next version acknowledges the last",
 )  # fmt: skip

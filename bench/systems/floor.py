@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -17,11 +19,10 @@ from bench.systems.base import Answers, Cell, Learner, Reader, System
 
 
 class _Views(Mapping[str, Tensor]):
-    """Views of one shared mapping, made when they are asked for."""
+    """Views of one shared mapping, or of one buffer on a GPU, made when they are asked for."""
 
-    def __init__(self, kind: Kind, path: str, *, write: bool = False) -> None:
-        with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if write else mmap.ACCESS_COPY)
+    def __init__(self, kind: Kind, memory: Any) -> None:
+        self._memory = memory
         self._dtype = kind.dtype
         self._places: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         at = 0
@@ -32,6 +33,8 @@ class _Views(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         at, count, shape = self._places[name]
+        if isinstance(self._memory, Tensor):
+            return self._memory[at : at + count * self._dtype.itemsize].view(self._dtype).view(shape)
         return torch.frombuffer(self._memory, dtype=self._dtype, count=count, offset=at).view(shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -41,24 +44,39 @@ class _Views(Mapping[str, Tensor]):
         return len(self._places)
 
 
+def _mapped(path: str, access: int) -> mmap.mmap:
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), 0, access=access)
+
+
 class FloorLearner(Learner):
     """Wakes every reader with one bare message, and takes as many answers."""
 
     def __init__(self, cell: Cell, directory: str, tickets: list[Any]) -> None:
         super().__init__(cell, directory, tickets)
-        path = f"{directory}/memory"
-        with open(path, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, cell.kind.nbytes)
-        self._views = dict(_Views(cell.kind, path, write=True))
+        self._memory = self._make(f"{directory}/memory")
+        self._views = dict(_Views(cell.kind, self._memory))
         self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._router.setsockopt(zmq.RCVHWM, 0)
         self._router.setsockopt(zmq.SNDHWM, 0)
         self._router.bind(f"ipc://{directory}/floor")
         self._tokens: list[bytes] = []
 
+    def _make(self, path: str) -> Any:
+        """The memory: a file, or a buffer on a GPU."""
+        kind = self.cell.kind
+        if kind.on_device:
+            return torch.empty(kind.nbytes, dtype=torch.uint8, device=kind.device)
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, kind.nbytes)
+        return _mapped(path, mmap.ACCESS_WRITE)
+
     def attach(self) -> None:
-        """Wait until every reader has said who it is."""
+        """Wait until every reader has said who it is. What is on a GPU is shared with each, as torch does it."""
         self._tokens = [self._router.recv_multipart()[0] for _ in range(self.cell.readers)]
+        if self.cell.kind.on_device:
+            for token in self._tokens:
+                self._router.send_multipart((token, bytes(ForkingPickler.dumps(self._memory))))
 
     def prepare(self, state: State) -> None:
         """The proof is written beforehand: a floor sends nothing."""
@@ -92,7 +110,11 @@ class FloorReader(Reader):
             dealer.connect(f"ipc://{directory}/floor")
             dealer.send(b"here")
             self._dealers.append(dealer)
-        self._views = _Views(cell.kind, f"{directory}/memory")
+        if cell.kind.on_device:
+            memory = pickle.loads(self._dealers[0].recv())
+        else:
+            memory = _mapped(f"{directory}/memory", mmap.ACCESS_COPY)
+        self._views = _Views(cell.kind, memory)
 
     def receive(self) -> Mapping[str, Tensor]:
         """Wait for the word."""
@@ -120,5 +142,7 @@ class FloorReader(Reader):
 
 SYSTEM = System(
     name="floor", learner=FloorLearner, reader=FloorReader, modes=frozenset(("view", "read", "loan")), spread=True,
-    note="a bare round over ZeroMQ ROUTER and DEALER, with the same views and reads, and no bytes sent",
+    gpu_modes=frozenset(("view",)),
+    note="a bare round over ZeroMQ ROUTER and DEALER, with the same views and reads, and no bytes sent; on a GPU the "
+    "views are of one buffer, which each reader has opened once",
 )  # fmt: skip

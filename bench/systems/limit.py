@@ -1,4 +1,4 @@
-"""The limit: one copy of the bytes into warm memory, by the faster of one and of two threads. No readers."""
+"""The limit: one copy of the bytes into warm memory, by the faster of one and of two threads, or on the GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,29 @@ class Limit(Learner):
         self._workers.shutdown()
 
 
+class GpuLimit(Learner):
+    """One copy from one place on the device to another, waited for."""
+
+    def __init__(self, cell: Cell, directory: str, tickets: list[Any]) -> None:
+        super().__init__(cell, directory, tickets)
+        nbytes, device = cell.kind.nbytes, cell.kind.device
+        self._source, self._target = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def hand_over(self, state: State, answers: Answers) -> None:
+        """Copy."""
+        self._target.copy_(self._source)
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def _limit(cell: Cell, directory: str, tickets: list[Any]) -> Learner:
+    return (GpuLimit if cell.kind.on_device else Limit)(cell, directory, tickets)
+
+
 SYSTEM = System(
-    name="limit", learner=Limit, modes=frozenset(("view", "read", "load", "loan")), spread=True, busy=False,
-    note="one warm copy, the faster of one and two threads",
+    name="limit", learner=_limit, modes=frozenset(("view", "read", "load", "loan")), spread=True, busy=False,
+    gpu_modes=frozenset(("view",)),
+    note="one warm copy, the faster of one and two threads; on a GPU one copy on the device, waited for",
 )  # fmt: skip

@@ -72,6 +72,8 @@ class QueueReader(Reader):
 
 SYSTEM = System(
     name="queues", learner=QueueLearner, reader=QueueReader, tickets=queues, page=PAGE,
+    gpu_modes=frozenset(("view",)),
     note="one Queue per reader, and a fresh copy of the state dict put into each, which torch shares anew for each "
-    "version (strategy file_system; the default one is slower)",
+    "version (strategy file_system; the default one is slower). On a GPU the copy is on the device, and each of its "
+    "tensors is exported once for each reader",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,29 @@ class TensorBuilder:
         return live_names(self.manifest, self.memory)
 
 
+class MixedBuilder(TensorBuilder):
+    """Builds the tensors of a version whose segment has memory in several places: a builder for each, by number."""
+
+    def __init__(self, parts: Sequence[TensorBuilder]) -> None:
+        self.manifest = parts[0].manifest
+        self.memory = parts[0].memory
+        for part in parts:
+            part.memory = self.memory
+        self._parts = parts
+
+    def _build(self, spec: TensorSpec) -> torch.Tensor:
+        return self._parts[self.manifest.groups[spec.group].memory]._build(spec)
+
+    def address(self) -> int:
+        """Where the host's memory is; see ``TensorBuilder.address``."""
+        return self._parts[0].address()
+
+    def drop(self) -> None:
+        """Drop the builders' own references to the memory. Nothing can be built afterwards."""
+        for part in self._parts:
+            part.drop()
+
+
 def live_names(manifest: Manifest, memory: Memory) -> list[str]:
     """The names of all tensors of a manifest whose memory is still referred to."""
     live = {group for group, reference in memory.items() if reference() is not None}
@@ -152,10 +175,10 @@ class Tensors(Mapping[str, torch.Tensor]):
 
 
 class LoanBuffer:
-    """The tensors of a loan, over the publisher's own writable mapping of a segment. Their content is undefined."""
+    """The tensors of a loan, over the publisher's own writable memory of a segment. Their content is undefined."""
 
-    def __init__(self, mapping: memoryview | mmap.mmap | bytearray, manifest: Manifest) -> None:
-        self._builder = TensorBuilder(mapping, manifest)
+    def __init__(self, builder: TensorBuilder) -> None:
+        self._builder = builder
         self.tensors = Tensors(self._builder)
 
     def drop(self) -> None:

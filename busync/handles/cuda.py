@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from busync.errors import AttachError, DeviceError
-from busync.manifest import MAX_SEGMENT_BYTES
+from busync.manifest import DEVICE, MAX_SEGMENT_BYTES
 from busync.wire import Value
 
 #: The arguments of torch's rebuild function. What has others, or another order, is not used.
@@ -36,7 +36,6 @@ MEMORY_TYPE = b"c"  #: made by cudaMalloc; "e" are expandable segments, which ne
 EVENT_BYTES = 64  #: torch reads that many, whatever it is given
 COUNTER = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")  #: the name of a file in /dev/shm
 COUNTER_SLOTS = 10_000  #: in one such file; torch writes wherever it is told
-DEVICE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 CANARY_BYTES = 32
 BLOCK_ALIGNMENT = 512  #: torch's allocator gives nothing smaller, and nothing else
 

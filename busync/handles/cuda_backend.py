@@ -38,6 +38,9 @@ class CudaStream(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between tensors of one size and dtype; ``source`` may be on another device or the CPU."""
 
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """As ``copy`` for each pair; they are on one device, and alike in size, dtype and strides."""
+
     def mark(self) -> CudaEvent:
         """The moment after everything that is queued."""
 
@@ -58,6 +61,9 @@ class CudaBackend(Protocol):
 
     def devices(self) -> dict[str, int]:
         """The devices that this process sees: their UUIDs and indices."""
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """The index of the device that a tensor lies on; None if it is not on one of these."""
 
     def total_bytes(self, index: int) -> int:
         """The device's memory."""
@@ -105,6 +111,9 @@ class CudaBackend(Protocol):
     def mark(self, index: int) -> CudaEvent:
         """This moment on the calling thread's current stream."""
 
+    def marks(self) -> dict[int, CudaEvent]:
+        """``mark`` for every device that this process uses: nothing is begun on one that it does not."""
+
     def synchronize(self, index: int) -> None:
         """Block until everything is done that this process has queued on the device, on whatever stream."""
 
@@ -122,6 +131,9 @@ class TorchCuda:
     def devices(self) -> dict[str, int]:  # noqa: D102
         count = torch.cuda.device_count()
         return {str(torch.cuda.get_device_properties(i).uuid).removeprefix("GPU-").lower(): i for i in range(count)}
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:  # noqa: D102
+        return tensor.device.index if tensor.is_cuda else None
 
     def total_bytes(self, index: int) -> int:  # noqa: D102
         return int(torch.cuda.get_device_properties(index).total_memory)
@@ -178,6 +190,12 @@ class TorchCuda:
     def mark(self, index: int) -> CudaEvent:  # noqa: D102
         return _record(torch.cuda.current_stream(_device(index)))
 
+    def marks(self) -> dict[int, CudaEvent]:  # noqa: D102
+        if not cast(Any, torch.cuda).is_initialized():
+            return {}
+        used = cast(Any, torch._C)._cuda_hasPrimaryContext
+        return {index: self.mark(index) for index in range(torch.cuda.device_count()) if used(index)}
+
     def synchronize(self, index: int) -> None:  # noqa: D102
         torch.cuda.synchronize(_device(index))
 
@@ -192,6 +210,11 @@ class _Stream:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self.stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
+
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
 
     def mark(self) -> CudaEvent:
         return _record(self.stream)

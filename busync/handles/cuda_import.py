@@ -16,22 +16,21 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Self, cast
 
 import torch
 from msgspec import Struct
 
-from busync.errors import AttachError, ClosedError, DeviceError, HandleError
+from busync.errors import AttachError, DeviceError
 from busync.forks import ForkAware, ensure_same_process, fork_lock, immortal, register
-from busync.handles.build import TensorBuilder
 from busync.handles.cuda import CANARY_BYTES, CudaHandle, canary_offset, torch_arguments
 from busync.handles.cuda_backend import CudaBackend
+from busync.handles.cuda_build import CudaLoadBuilder, CudaTensorBuilder
 from busync.handles.cuda_memory import CudaExporter, CudaSegment, find_device
-from busync.handles.tensors import TORCH_DTYPES
-from busync.manifest import Manifest, TensorSpec
+from busync.manifest import Manifest
 
 logger = logging.getLogger("busync")
 
@@ -39,13 +38,16 @@ logger = logging.getLogger("busync")
 class Import:
     """One opened segment, or one of this process's own. Closed with the last reference to it, and to ``flat``."""
 
-    __slots__ = ("__weakref__", "address", "flat", "foreign", "index", "nbytes")
+    __slots__ = ("__weakref__", "address", "flat", "foreign", "index", "nbytes", "own")
 
-    def __init__(self, flat: torch.Tensor, index: int, nbytes: int, *, foreign: bool = False) -> None:
+    def __init__(
+        self, flat: torch.Tensor, index: int, nbytes: int, *, foreign: bool = False, own: bool = False
+    ) -> None:
         self.flat = flat
         self.index = index
         self.nbytes = nbytes
         self.foreign = foreign  #: opened on another device than it lies on: good for copies only
+        self.own = own  #: published by this process
         self.address = flat.data_ptr()
 
 
@@ -58,113 +60,14 @@ class _Use(Struct, gc=False, eq=False):
 
     opened: Import
     on_release: Callable[[], object]
-    queue: SimpleQueue[tuple[Import, Callable[[], object]]]
+    ended: deque[tuple[Import, Callable[[], object]]]
+    wake: SimpleQueue[None]
     pid: int
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and os.getpid() == self.pid:
-            self.queue.put((self.opened, self.on_release))
-
-
-class _Span:
-    """Bytes of one alias group, for torch to make tensors of. Lives as long as their storage."""
-
-    __slots__ = ("__weakref__", "nbytes", "offset", "use")
-
-    def __init__(self, use: _Use, offset: int, nbytes: int) -> None:
-        self.use = use
-        self.offset = offset
-        self.nbytes = nbytes
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.nbytes,), "typestr": "|u1", "data": (self.use.opened.address + self.offset, False),
-            "strides": None, "version": 3,
-        }  # fmt: skip
-
-
-class _CudaBuilder(TensorBuilder):
-    """Builds tensors over an import. Until drop() it keeps ``_opened``."""
-
-    def __init__(self, backend: CudaBackend, opened: Import, manifest: Manifest) -> None:  # there is no buffer of bytes
-        assert opened.nbytes >= manifest.nbytes
-        self.manifest = manifest
-        self.memory = {}
-        self._buffer = None
-        self._flat = {}
-        self._slices = {}
-        self._backend = backend
-        self._opened: Import | None = opened
-
-    def _build(self, spec: TensorSpec) -> torch.Tensor:
-        dtype, opened = TORCH_DTYPES.get(spec.dtype), self._opened
-        if dtype is None:
-            raise HandleError(f"{spec.name!r} is {spec.dtype}, which torch {torch.__version__} does not know")
-        if opened is None:
-            raise ClosedError("tensor builder")
-        if 0 in spec.size:
-            return self._backend.allocate(opened.index, 0).view(dtype).as_strided(spec.size, spec.stride)
-        flat = self._bytes(opened, spec.group).view(dtype)
-        return flat.as_strided(spec.size, spec.stride, flat.storage_offset() + spec.offset)
-
-    def _bytes(self, opened: Import, group: int) -> torch.Tensor:
-        """The bytes of one alias group."""
-        raise NotImplementedError
-
-    def address(self) -> int:
-        """Where the segment is, for the device; good until drop()."""
-        if self._opened is None:
-            raise ClosedError("tensor builder")
-        return self._opened.address
-
-    def drop(self) -> None:
-        """Drop the builder's own references to the memory. Nothing can be built afterwards."""
-        self._opened = None
-        super().drop()
-
-
-class CudaTensorBuilder(_CudaBuilder):
-    """Builds the tensors of one version on a GPU. The version ends here with the last of them, after drop()."""
-
-    def __init__(self, backend: CudaBackend, use: _Use, manifest: Manifest) -> None:
-        super().__init__(backend, use.opened, manifest)
-        self._use: _Use | None = use
-
-    def _bytes(self, opened: Import, group: int) -> torch.Tensor:
-        flat, use = self._flat.get(group), self._use
-        if use is None:  # dropped by another thread, just now
-            raise ClosedError("tensor builder")
-        if flat is None:
-            spec = self.manifest.groups[group]
-            span = _Span(use, spec.offset_bytes, spec.nbytes)
-            made = self._backend.view(span, opened.index)
-            flat = self._flat.setdefault(group, made)
-            if flat is made:  # and not that of another thread
-                self.memory[group] = cast("weakref.ref[memoryview]", weakref.ref(span))
-        return flat
-
-    def drop(self) -> None:
-        """Drop the builder's own references to the memory. Nothing can be built afterwards."""
-        self._use = None
-        super().drop()
-
-
-class CudaLoadBuilder(_CudaBuilder):
-    """Builds tensors to copy from, for the time of a ``with`` block; at its end every copy is done. Not for callers."""
-
-    def _bytes(self, opened: Import, group: int) -> torch.Tensor:
-        spec = self.manifest.groups[group]
-        return opened.flat[spec.offset_bytes : spec.offset_bytes + spec.nbytes]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        opened = self._opened
-        self.drop()
-        if opened is not None:
-            self._backend.synchronize(opened.index)  # also after an error: what was queued still reads
+            self.ended.append((self.opened, self.on_release))
+            self.wake.put(None)
 
 
 class ReceivedSegment:
@@ -186,18 +89,22 @@ class ReceivedSegment:
         self._error: AttachError | None = None
         self._over = False
 
+    @property
+    def foreign(self) -> bool:
+        """Whether it lies on another device than the reader's, so that its tensors can only be copied."""
+        return self._on != self.handle.device
+
     def open(self) -> Import:
         """Open it, or the error with which that failed before: there is no second try. Blocks for some milliseconds.
 
         Raises:
-            AttachError: it cannot be opened, or does not show what the publisher has written.
-            ClosedError: it was closed.
+            AttachError: it cannot be opened, does not show what the publisher has written, or was closed.
         """
         if self._error is not None:
             raise self._error
         if self._opened is None:
             if self._over:
-                raise ClosedError("segment")
+                raise AttachError(self.segment, "its session ended before it was opened", "take the next version")
             self._over = True
             try:
                 self._opened = self._importer.open(self.segment, self.handle, self.nbytes, self._on)
@@ -219,7 +126,22 @@ class ReceivedSegment:
             reason = f"it is on {self.handle.device}, and this reader uses {self._on}"
             raise AttachError(self.segment, reason, "copy it with load_into")
         use = self._importer.use(opened, on_release)
-        return CudaTensorBuilder(self._importer.backend, use, manifest)
+        backend = self._importer.backend
+        return CudaTensorBuilder(backend, opened.index, opened.address, opened.nbytes, manifest, keep=use)
+
+    def copy(self, manifest: Manifest) -> CudaTensorBuilder:
+        """A builder over a copy of one version in memory of the reader's own device. Blocks until it is there.
+
+        Raises:
+            AttachError: see ``open``.
+            AllocationError: the device has not that much to spare.
+        """
+        opened, backend = self.open(), self._importer.backend
+        own = backend.allocate(opened.index, opened.nbytes)
+        stream = backend.stream(opened.index)
+        stream.copy(own, opened.flat[: opened.nbytes])
+        stream.mark().synchronize()
+        return CudaTensorBuilder(backend, opened.index, own.data_ptr(), opened.nbytes, manifest, keep=own)
 
     def load(self, manifest: Manifest) -> CudaLoadBuilder:
         """What to copy one version from, under its lease, in a ``with`` block.
@@ -227,7 +149,8 @@ class ReceivedSegment:
         Raises:
             AttachError: see ``open``.
         """
-        return CudaLoadBuilder(self._importer.backend, self.open(), manifest)
+        opened = self.open()
+        return CudaLoadBuilder(self._importer.backend, opened.index, opened.flat, manifest)
 
     def close(self) -> None:
         """The session needs it no more. Versions that are still in use keep it open; one never opened is given back."""
@@ -247,8 +170,11 @@ class CudaImporter(ForkAware):
         self._lock = threading.Lock()
         #: by the device that opened it, memory and offset
         self._imports: weakref.WeakValueDictionary[tuple[str, bytes, int], Import] = weakref.WeakValueDictionary()
-        self._ended: SimpleQueue[tuple[Import, Callable[[], object]]] = SimpleQueue()
+        self._ended: deque[tuple[Import, Callable[[], object]]] = deque()
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._uses = 0  #: whose on_release has not been called
+        self._busy = False  #: the thread is at one of them
+        self._lost: list[object] = []  #: what the device may still read, for ever: it has failed
         self._thread: threading.Thread | None = None
         register(self)
 
@@ -304,10 +230,12 @@ class CudaImporter(ForkAware):
         """The memory of this very process, without opening anything."""
         if own.dropped:
             raise AttachError(segment, "this process, which published it, has dropped it")
-        return Import(own.flat, own.index, own.nbytes)
+        return Import(own.flat, own.index, own.nbytes, own=True)
 
     def give_back(self, handle: CudaHandle) -> None:
         """Count an export down that was not opened, and will not be."""
+        if os.getpid() != self._pid:  # a forked child has no word in it
+            return
         with suppress(RuntimeError):  # the publisher's counters are gone
             if self.backend.count(handle.counter, handle.slot) == 1:
                 self.backend.release(handle.counter, handle.slot)
@@ -320,19 +248,35 @@ class CudaImporter(ForkAware):
             if self._thread is None:  # here and not when something ends, which may be inside the collector
                 self._thread = threading.Thread(target=self._release, name="busync-release", daemon=True)
                 self._thread.start()
-        return _Use(opened, on_release, self._ended, self._pid)
+        return _Use(opened, on_release, self._ended, self._wake, self._pid)
+
+    @property
+    def releasing(self) -> bool:
+        """Whether a version has ended whose ``on_release`` is about to be called."""
+        return bool(self._ended) or self._busy
+
+    def received(self, addresses: list[int]) -> bool:
+        """Whether some address lies in what was opened here, and not published by this very process."""
+        with self._lock:
+            spans = [(opened.address, opened.nbytes) for opened in self._imports.values() if not opened.own]
+        return any(0 <= address - start < nbytes for start, nbytes in spans for address in addresses)
 
     def _release(self) -> None:
         more = True
         while more:
-            opened, on_release = self._ended.get()
+            self._wake.get()
             try:
-                self.backend.synchronize(opened.index)
+                self.backend.synchronize(self._ended[0][0].index)
+                self._busy = True  # first: ``releasing`` must see either
+                opened, on_release = self._ended.popleft()
                 del opened  # the session's end waits for no version
                 on_release()
-            except Exception:  # without the device's word nothing is released: the lease ends with the session
+                del on_release
+            except Exception:
                 logger.exception("a version on a GPU could not be released")
-            opened = on_release = None  # type: ignore[assignment]
+                if not self._busy:  # without the device's word nothing is released: the lease ends with the session
+                    self._lost.append(self._ended.popleft())
+            self._busy = False
             with self._lock:
                 self._uses -= 1
                 more = self._uses > 0

@@ -16,10 +16,11 @@ from busync.manifest import Manifest
 
 @dataclass(slots=True, eq=False)
 class CudaPlan:
-    """A layout, and the copies that fill a segment with it. Keeps the source's tensors alive until it is dropped."""
+    """The layout of one device's memory, and the copies that fill it. Keeps the source's tensors alive."""
 
     manifest: Manifest
-    copies: list[Copy]
+    places: list[tuple[int, int]]  #: of tensors that are copied as they lie: offset in bytes, and number in ``sources``
+    copies: list[Copy]  #: the others
     sources: list[torch.Tensor]
 
 
@@ -40,9 +41,13 @@ def plan_cuda(flat: Flat) -> CudaPlan:
                 raise ExportError(name, "it is a zero tensor without memory", "clone it")
             views.append(layout._measure(name, tensor, dtype, many=many))
         planned = layout._place(views, layout._find_groups(views), flat.parameters)
-        dense = {(view.start, view.end - view.start): view for view in views if view.dense and view.stored}
-        copies = [*planned.copies]
-        for offset, address, nbytes in planned.moves:
-            tensor = dense[address, nbytes].tensor.detach()
-            copies.append(Copy(offset, tensor.as_strided((nbytes // tensor.itemsize,), (1,)), (1,)))
-    return CudaPlan(planned.manifest, copies, planned.sources)
+    dense = {(view.start, view.end - view.start): at for at, view in enumerate(views) if view.dense and view.stored}
+    places, copies = [], [*planned.copies]
+    for offset, address, nbytes in planned.moves:
+        number = dense[address, nbytes]
+        view = views[number]
+        if view.stored == view.tensor.numel():
+            places.append((offset, number))
+        else:  # expanded
+            copies.append(Copy(offset, view.tensor.detach().as_strided((view.stored,), (1,)), (1,)))
+    return CudaPlan(planned.manifest, places, copies, planned.sources)

@@ -22,14 +22,13 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from busync.errors import AllocationError, DeviceError
 from busync.forks import ForkAware, ensure_same_process, fork_lock, immortal, register
-from busync.handles.copying import Copy
 from busync.handles.cuda import (
     CANARY_BYTES,
     LAYOUT_PROBLEM,
@@ -40,6 +39,9 @@ from busync.handles.cuda import (
     name_fields,
 )
 from busync.handles.cuda_backend import CudaBackend, CudaEvent, CudaStream, TorchCuda
+from busync.handles.cuda_build import CudaTensorBuilder
+from busync.handles.cuda_layout import CudaPlan
+from busync.manifest import Manifest
 
 logger = logging.getLogger("busync")
 
@@ -50,6 +52,7 @@ WORN_EXPORTS = 200
 UNKNOWN = -1
 
 _PROBE_BYTES = 4096
+_CPU_REMEDY = "publish CPU tensors, which is not affected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +61,14 @@ class Reader:
 
     pid: int
     started: int  #: clock ticks after boot; UNKNOWN: it cannot be looked at
-    name: str = ""  #: for people
+    name: str = field(default="", compare=False)  #: for people
+    session: int = 0  #: which of its sessions, for ``CudaExporter.end``
 
     @classmethod
-    def of(cls, pid: int, name: str = "") -> Reader:
+    def of(cls, pid: int, name: str = "", session: int = 0) -> Reader:
         """The process that has this number now."""
         state = _state(pid)
-        return cls(pid, UNKNOWN if state is None else state[1], name)
+        return cls(pid, UNKNOWN if state is None else state[1], name, session)
 
     @property
     def gone(self) -> bool:
@@ -105,6 +109,13 @@ class Export:
 
     handle: CudaHandle
     reader: Reader
+    segment: weakref.ref[CudaSegment]
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the publisher has no use for its segment any more."""
+        segment = self.segment()
+        return segment is None or segment.dropped
 
 
 class CudaSegment:
@@ -121,6 +132,8 @@ class CudaSegment:
         self._backend = exporter.backend
         self._stream = stream
         self._flat: torch.Tensor | None = flat
+        self._layout = b""  #: that ``_targets`` are for
+        self._targets: list[torch.Tensor] = []
         self._canary = secrets.token_bytes(CANARY_BYTES)
         start = canary_offset(nbytes)
         self._backend.write(flat[start : start + CANARY_BYTES], self._canary)
@@ -159,31 +172,76 @@ class CudaSegment:
         self.exports += 1
         return name_fields(reduced, self.device, buffer_bytes(self.nbytes), self._canary)
 
-    def write(self, copies: Iterable[Copy], after: Sequence[CudaEvent]) -> CudaEvent:
-        """Queue copies into the segment, on a stream of its own, once the events ``after`` have happened.
+    def write(self, plan: CudaPlan, after: Sequence[CudaEvent]) -> CudaEvent:
+        """Queue a plan's copies into the segment, on a stream of its own, once the events ``after`` have happened.
 
         Returns the moment at which everything is written. Announce nothing before somebody has waited for it
         (``synchronize``, which blocks: off the loop), and keep the sources until then.
         """
-        flat = self.flat
         for event in after:
             self._stream.wait(event)
-        for copy in copies:
-            source, itemsize = copy.source, copy.source.itemsize
-            span = 1 + sum((length - 1) * step for length, step in zip(source.shape, copy.stride, strict=True))
-            assert 0 <= copy.offset <= self.nbytes - span * itemsize, "a copy out of the segment"
-            target = flat[copy.offset : copy.offset + span * itemsize].view(source.dtype)
-            self._stream.copy(target.as_strided(source.shape, copy.stride), source)
+        self._stream.copy_all(self._targets_of(plan), [plan.sources[number] for _, number in plan.places])
+        for copy in plan.copies:
+            self._stream.copy(self._target(copy.offset, copy.source, copy.stride), copy.source)
         return self._stream.mark()
+
+    def _targets_of(self, plan: CudaPlan) -> list[torch.Tensor]:
+        """Tensors over the segment for what is copied as it lies. Equal layouts have the same, which are made once."""
+        if self._layout != plan.manifest.digest:
+            sources = [(offset, plan.sources[number]) for offset, number in plan.places]
+            self._targets = [self._target(offset, source, source.stride()) for offset, source in sources]
+            self._layout = plan.manifest.digest
+        return self._targets
+
+    def _target(self, offset: int, source: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        itemsize = source.itemsize
+        span = 1 + sum((length - 1) * step for length, step in zip(source.shape, stride, strict=True))
+        assert 0 <= offset <= self.nbytes - span * itemsize, "a copy out of the segment"
+        return self.flat[offset : offset + span * itemsize].view(source.dtype).as_strided(source.shape, stride)
+
+    def builder(self, manifest: Manifest) -> CudaTensorBuilder:
+        """A builder of writable tensors over this memory, for a loan."""
+        flat = self.flat
+        return CudaTensorBuilder(self._backend, self.index, flat.data_ptr(), self.nbytes, manifest, keep=flat)
+
+    def fill(self, plan: CudaPlan, after: Sequence[CudaEvent]) -> None:
+        """As ``write``, and wait until everything is written. Blocks.
+
+        Raises:
+            DeviceError: the device has failed.
+        """
+        try:
+            self.write(plan, after).synchronize()
+        except RuntimeError as error:
+            raise self._failed("the copy", error) from error
+
+    def wait(self, events: Iterable[CudaEvent]) -> None:
+        """Block until the caller's own work on the device is done up to ``events``.
+
+        Raises:
+            DeviceError: the device has failed.
+        """
+        try:
+            for event in events:
+                event.synchronize()
+        except RuntimeError as error:
+            raise self._failed("what was queued before", error) from error
+
+    def _failed(self, what: str, error: RuntimeError) -> DeviceError:
+        return DeviceError(
+            self.device, f"{what} failed ({_first_line(error)})", "look for the first error of the device"
+        )
 
     def drop(self) -> None:
         """Let go of the memory. It is free once the last export has ended and ``reap`` was called."""
         self._flat = None
+        self._layout, self._targets = b"", []
 
     def after_fork_in_child(self) -> None:
         """Keep the child from freeing what belongs to its parent."""
         if self._flat is not None:
             immortal(self._flat)
+            immortal(self._targets)
             self._flat = None
 
 
@@ -198,6 +256,7 @@ class CudaExporter(ForkAware):
         self._proven: dict[str, tuple[Any, ...] | None] = {}
         self._streams: dict[str, CudaStream] = {}
         self._exports: list[Export] = []
+        self._over: set[Reader] = set()  #: whose sessions have ended
         self._segments: weakref.WeakSet[CudaSegment] = weakref.WeakSet()
         #: by counter and slot: what was exported here, for subscribers in this process
         self._here: weakref.WeakValueDictionary[tuple[bytes, int], CudaSegment] = weakref.WeakValueDictionary()
@@ -212,12 +271,20 @@ class CudaExporter(ForkAware):
         self.ensure_here()
         problem = self.backend.problem()
         if problem:
-            raise DeviceError(device, problem, "publish CPU tensors, which is not affected")
+            raise DeviceError(device, problem, _CPU_REMEDY)
         return find_device(self.backend, device)
 
     def device(self, index: int) -> str:
-        """The UUID of a device of this process."""
-        return next(uuid for uuid, number in self.backend.devices().items() if number == index)
+        """The UUID of a device of this process.
+
+        Raises:
+            DeviceError: this process cannot use it (any more).
+        """
+        self.ensure_here()
+        for uuid, number in self.backend.devices().items():
+            if number == index:
+                return uuid
+        raise DeviceError(f"cuda:{index}", self.backend.problem() or "torch does not know it", _CPU_REMEDY)
 
     def create(self, device: str, nbytes: int) -> CudaSegment:
         """Make a segment of ``nbytes`` bytes on the device with this UUID. Blocks.
@@ -253,12 +320,23 @@ class CudaExporter(ForkAware):
     def made(self, handle: CudaHandle, reader: Reader, segment: CudaSegment) -> None:
         """Remember an export until it has ended."""
         with self._lock:
-            self._exports.append(Export(handle, reader))
+            self._exports.append(Export(handle, reader, weakref.ref(segment)))
             self._here[handle.counter, handle.slot] = segment
 
     def exported_here(self, handle: CudaHandle) -> CudaSegment | None:
         """The segment, if it belongs to this very process: torch cannot open its own exports."""
         return self._here.get((handle.counter, handle.slot))
+
+    def end(self, reader: Reader) -> None:
+        """A session is over: its exports will end, and ``reap`` will see it."""
+        with self._lock:
+            if any(export.reader == reader for export in self._exports):
+                self._over.add(reader)
+
+    def waiting(self) -> bool:
+        """Whether exports are left of sessions that are over, or of segments that were dropped: call ``reap`` again."""
+        with self._lock:
+            return any(export.reader in self._over or export.dropped for export in self._exports)
 
     def outstanding(self) -> list[Export]:
         """Exports that have not ended, as far as ``reap`` has seen."""
@@ -290,9 +368,19 @@ class CudaExporter(ForkAware):
                     kept.append(export)
             changed = len(kept) != len(self._exports)
             self._exports = kept
+            self._over.intersection_update({export.reader for export in kept})
         if changed or kept:
             self.backend.collect()
         return freed
+
+    def tidy(self) -> None:
+        """After a publisher's last drop: reap, and have torch remove its file of counters if nothing counts there.
+
+        By itself torch does so when the process ends, but not in a child of multiprocessing.
+        """
+        if self._streams:  # or nothing was ever made
+            self.reap()
+            self.backend.collect()
 
     def ensure_here(self) -> None:
         """Check that this is not a forked child.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from busync.handles.tensors import check_tensor
+from busync.handles.tensors import check_kind, check_tensor
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -19,6 +19,8 @@ PIECE_BYTES = 16 << 20
 
 def content_digest(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """SHA-256 (32 bytes) over names, dtypes, shapes and elements. Blocks, but gives up the GIL.
+
+    Tensors on a GPU are copied to the host, 16 MiB at a time.
 
     For each name, in the order of sorted() on the names, these bytes are hashed:
 
@@ -34,7 +36,7 @@ def content_digest(tensors: Mapping[str, torch.Tensor]) -> bytes:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        dtype = check_tensor(name, tensor)
+        dtype = check_kind(name, tensor) if tensor.is_cuda else check_tensor(name, tensor)
         shape = ",".join(map(str, tensor.shape))
         digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
         with torch.no_grad():
@@ -60,6 +62,11 @@ def _rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _update(digest: _Hash, tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        flat, step = tensor.view(-1), PIECE_BYTES // tensor.itemsize
+        for start in range(0, flat.numel(), step):
+            _update(digest, flat[start : start + step].cpu())
+        return
     nbytes = tensor.numel() * tensor.itemsize
     data = memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
     for start in range(0, nbytes, PIECE_BYTES):

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from msgspec import Struct
@@ -46,6 +46,9 @@ from busync.manifest import (
     extent,
     make_manifest,
 )
+
+if TYPE_CHECKING:
+    from busync.handles.cuda_layout import CudaPlan
 
 Dims = tuple[int, ...]
 Shapes = Mapping[str, tuple[str | torch.dtype, Dims]]  #: name -> (dtype or its name, size)
@@ -104,6 +107,7 @@ class Plan:
     copies: list[Copy]
     sources: list[torch.Tensor]
     batched: Batched | None = None
+    devices: dict[str, CudaPlan] = field(default_factory=dict)  #: by UUID; the rest is the host's
 
     def jobs(self, buffer: memoryview | mmap.mmap, workers: int, views: Views | None = None) -> list[Job]:
         """Work that fills ``buffer``, the writable bytes of a segment of at least ``manifest.nbytes`` bytes.
@@ -173,16 +177,25 @@ def like_plan(like: Source | Shapes) -> Manifest:
     """The layout for a loan: tensors as in ``like``, whose values are ignored.
 
     ``like`` is a source as for a publish, whose tensors may also be on other devices or on "meta"; in a mapping,
-    (dtype or its name, size) may stand for a tensor. Dense tensors keep their strides and CPU tensors that overlap
-    still do, others become contiguous: every tensor can be written to. Plain values are left out.
+    (dtype or its name, size) may stand for a tensor. Dense tensors keep their strides, and those that overlap in memory
+    still do; others become contiguous: every tensor can be written to. Plain values are left out.
 
     Raises:
         ExportError: a name or tensor cannot be published.
         OptionError: a dtype or size is not allowed.
     """
+    return place_like(flatten_like(like))
+
+
+def flatten_like(like: Source | Shapes) -> Flat:
+    """The tensors of ``like`` by name; see ``like_plan``."""
     if isinstance(like, Mapping):
         like = {name: _shaped(*value) if _is_shape(value) else value for name, value in like.items()}
-    flat = flatten(like)
+    return flatten(like)
+
+
+def place_like(flat: Flat) -> Manifest:
+    """The layout for tensors that will be written to; see ``like_plan``."""
     views = [_measure_like(name, tensor, check_kind(name, tensor)) for name, tensor in flat.tensors.items()]
     return _place(views, _find_groups(views), flat.parameters).manifest
 
@@ -205,7 +218,7 @@ def _shaped(dtype: str | torch.dtype, size: Dims) -> torch.Tensor:
 
 
 def _measure(name: str, tensor: torch.Tensor, dtype: str, *, many: bool = False) -> _View:
-    """Find out where the bytes of a CPU tensor are."""
+    """Find out where the bytes of a tensor are."""
     size, stride, itemsize = tuple(tensor.shape), tensor.stride(), DTYPES[dtype]
     stored = span = tensor.numel()
     if not stored:
@@ -228,7 +241,12 @@ def _measure_like(name: str, tensor: torch.Tensor, dtype: str) -> _View:
     size, stride, numel = tuple(tensor.shape), tensor.stride(), tensor.numel()
     stored, span, injective = extent(size, stride)
     dense = injective and stored == span == numel
-    if tensor.is_cpu and injective and stored == numel and not (tensor.is_conj() or tensor.is_neg()):
+    if (
+        (tensor.is_cpu or tensor.is_cuda)
+        and injective
+        and stored == numel
+        and not (tensor.is_conj() or tensor.is_neg())
+    ):
         return _measure(name, tensor, dtype)
     if not dense:
         stride = _packed(size, range(len(size), 0, -1))

@@ -14,7 +14,7 @@ from busync.errors import MismatchError
 from busync.handles.build import TensorBuilder
 from busync.handles.copying import copy_elements
 from busync.handles.tensors import MANY_TENSORS, TORCH_DTYPES, fits_storage
-from busync.manifest import Manifest, TensorSpec, extent
+from busync.manifest import GroupSpec, Manifest, TensorSpec, extent
 
 #: Published name -> name in the module, or None to leave it out.
 NameMap = Mapping[str, str | None] | Callable[[str], str | None]
@@ -23,7 +23,7 @@ NameMap = Mapping[str, str | None] | Callable[[str], str | None]
 class _Pair(Struct, eq=False, gc=False):  # in no cycle, and often very many: see the specs in ``manifest``
     spec: TensorSpec
     target: torch.Tensor  #: an alias of the module's tensor, so that the memory stays what was checked
-    offset_bytes: int  #: of the source in the segment, if both lie alike, without gaps, on the CPU; or else -1
+    offset_bytes: int  #: of the source in the host's memory, if both lie alike, without gaps, there; or else -1
     nbytes: int
 
 
@@ -36,8 +36,15 @@ class LoadPlan:
 
     pairs: list[_Pair]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is written."""
+        return [pair.target for pair in self.pairs]
+
     def run(self, builder: TensorBuilder) -> None:
         """Copy from the version that ``builder`` has mapped. Blocks; gives up the GIL; uses one thread on the CPU.
+
+        What a GPU has to copy may only be queued when this returns.
 
         The modules' tensors stay the same objects and keep requires_grad; autograd is told that they have changed.
         """
@@ -49,10 +56,10 @@ class LoadPlan:
                 if pair.offset_bytes >= 0:
                     ctypes.memmove(target.data_ptr(), start + pair.offset_bytes, pair.nbytes)
                     moved.append(target)
-                elif target.is_cpu:
-                    copy_elements(target, builder.build(pair.spec))
                 else:
-                    target.copy_(builder.build(pair.spec))
+                    source = builder.build(pair.spec)
+                    copy = copy_elements if target.is_cpu and source.is_cpu else torch.Tensor.copy_
+                    copy(target, source)
         torch.autograd.graph.increment_version([target for target in moved if not target.is_inference()])
 
 
@@ -96,7 +103,7 @@ def plan_load(
             elif not live.has(target):
                 problems.append(f"{name!r} is a copy that state_dict() made, and not what the module uses{where}")
             else:
-                pairs.append(_pair(spec, target, manifest.groups[spec.group].offset_bytes))
+                pairs.append(_pair(spec, target, manifest.groups[spec.group]))
             filled.add(name)
         if strict:
             problems += [f"the version has no {name!r}{where}" for name in targets if name not in filled]
@@ -162,14 +169,14 @@ def _problem(spec: TensorSpec, target: torch.Tensor, *, many: bool) -> str:
     return ""
 
 
-def _pair(spec: TensorSpec, target: torch.Tensor, group_offset: int) -> _Pair:
+def _pair(spec: TensorSpec, target: torch.Tensor, group: GroupSpec) -> _Pair:
     if target.is_contiguous():
         alike = _is_contiguous(spec)
     else:
         stored, span, _ = extent(spec.size, spec.stride)
         alike = stored == span and target.stride() == spec.stride
-    moves = alike and target.is_cpu and not target.is_neg() and 0 not in spec.size
-    offset_bytes = group_offset + spec.offset * target.itemsize if moves else -1
+    moves = alike and target.is_cpu and not group.memory and not target.is_neg() and 0 not in spec.size
+    offset_bytes = group.offset_bytes + spec.offset * target.itemsize if moves else -1
     plain = target if type(target) is torch.Tensor else target.as_subclass(torch.Tensor)
     return _Pair(spec, plain.detach(), offset_bytes, target.numel() * target.itemsize)
 

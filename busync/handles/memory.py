@@ -11,41 +11,13 @@ import errno
 import fcntl
 import mmap
 import os
-import sys
 import weakref
 from dataclasses import dataclass, field
 
-from msgspec import Struct
-
 from busync.errors import AllocationError, AttachError, FdError
-from busync.fds import SEALS, OwnedFd, address_of, check_sealed, map_fd, vacate
+from busync.fds import SEALS, OwnedFd, check_sealed, map_fd
 from busync.forks import ForkAware, fork_lock, immortal, register
 from busync.handles.layout import Views
-from busync.handles.unmapper import expect_not, outlived
-
-
-class _Place(Struct, eq=False, gc=False):
-    """Where a private mapping is, and what must outlive it.
-
-    It dies after the last tensor, while the mapping object is being deallocated and has not unmapped yet: so it lets go
-    of the memory itself, and only then of ``keep``. The garbage collector does not see it, and therefore cannot take
-    ``keep`` down earlier, with a cycle whose finalizers may still use the tensors.
-    """
-
-    address: int
-    nbytes: int
-    keep: object
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # or else modules are half gone, and the memory goes with the process
-            vacate(self.address, self.nbytes)
-
-
-class PrivateMapping(mmap.mmap):
-    """A copy-on-write mapping of a segment. Lives as long as any tensor made from it; never close() it by hand."""
-
-    _place: _Place
-
 
 #: Up to so many bytes, a copy takes less time and memory than a mapping with its page tables and page faults.
 COPY_BYTES = 64 * 1024
@@ -113,46 +85,16 @@ def check_segment(fd: OwnedFd, segment: int, nbytes: int) -> None:
         raise AttachError(segment, str(error)) from error
 
 
-def map_private(fd: OwnedFd, nbytes: int, keep: object = None, *, large: bool = False) -> memoryview:
+def map_private(fd: OwnedFd, nbytes: int) -> mmap.mmap:
     """Map a checked segment copy-on-write: what is written stays in this process. Forked children get it too.
-
-    The mapping lives as long as the bytes that are returned, or any part of them. ``keep`` lives until the memory is
-    not mapped any more: when it dies, /proc/PID/maps has no trace of it. ``large``: what ``expect_large`` said.
 
     Raises:
         AllocationError: the kernel refuses the mapping.
     """
     try:
-        mapping = map_fd(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, PrivateMapping)
-    except BaseException as error:
-        if large:
-            expect_not()
-        if isinstance(error, OSError):
-            raise _translate(error, nbytes) from error
-        raise
-    if large:
-        return outlived(mapping, keep)
-    mapping._place = _Place(address_of(mapping), nbytes, keep)
-    return memoryview(mapping)
-
-
-class _Kept(Struct, eq=False, gc=False):
-    """What must outlive a copy. The garbage collector does not see it: see ``_Place``."""
-
-    keep: object
-
-
-class PrivateCopy(bytearray):
-    """The bytes of a small segment, copied. Lives as long as any tensor made from it."""
-
-    _kept: _Kept
-
-
-def copy_private(segment: mmap.mmap, nbytes: int, keep: object = None) -> PrivateCopy:
-    """As ``map_private``, by a copy from a mapping for reading: faster and less memory for a few pages."""
-    copy = PrivateCopy(memoryview(segment)[:nbytes])
-    copy._kept = _Kept(keep)
-    return copy
+        return map_fd(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, mmap.mmap)
+    except OSError as error:
+        raise _translate(error, nbytes) from error
 
 
 def map_readonly(fd: OwnedFd, nbytes: int) -> mmap.mmap:

@@ -10,8 +10,12 @@ from operator import attrgetter, call, is_
 
 import torch
 
+from busync.handles import gpus
 from busync.handles.copying import ONE_THREAD_ELEMENTS, Move
-from busync.handles.layout import Batched, Plan, plan
+from busync.handles.cuda_layout import CudaPlan
+from busync.handles.cuda_memory import CudaExporter
+from busync.handles.layout import Batched, Plan
+from busync.handles.mixed import plan_mixed
 from busync.handles.source import Flat, Source, flatten
 from busync.manifest import Manifest
 from busync.wire import Value
@@ -22,7 +26,7 @@ MANY_MOVES = 512  #: from which on small ones are copied in batches
 
 # The same object may be another tensor by now: to assign to its ``data`` changes everything but its class. These are
 # looked up by loops in C, which take half as long as one in Python.
-_facts = attrgetter("shape", "dtype", "is_cpu", "requires_grad")
+_facts = attrgetter("shape", "dtype", "device", "requires_grad")
 _stride, _address = torch.Tensor.stride, torch.Tensor.data_ptr
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _storage, _storage_nbytes = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
@@ -45,6 +49,24 @@ class _Last:
     addresses: list[int]
     manifest: Manifest
     moves: list[Move]
+    devices: dict[str, _OnDevice]
+
+    def plan(self, tensors: list[torch.Tensor]) -> Plan:
+        """The plan for tensors that are where they were."""
+        devices = {device: part.plan(tensors) for device, part in self.devices.items()}
+        return Plan(self.manifest, self.moves, [], tensors, self.batched, devices)
+
+
+@dataclass(slots=True, eq=False)
+class _OnDevice:
+    """The part of the last source that was on one GPU."""
+
+    manifest: Manifest
+    places: list[tuple[int, int]]
+    numbers: list[int]  #: of its tensors, in the source
+
+    def plan(self, tensors: list[torch.Tensor]) -> CudaPlan:
+        return CudaPlan(self.manifest, self.places, [], [tensors[number] for number in self.numbers])
 
 
 class Planner:
@@ -54,8 +76,9 @@ class Planner:
     time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: CudaExporter | None = None) -> None:
         self._last: _Last | None = None
+        self._cuda = cuda if cuda is not None else gpus.exporter()
 
     def plan(self, source: Source, values: Mapping[str, Value]) -> tuple[Flat, Plan]:
         """As ``flatten`` and ``layout.plan``, which it equals in every respect."""
@@ -64,7 +87,7 @@ class Planner:
         flat = flat or flatten(source, values)
         planned = _again(last, flat) if last is not None else None
         if planned is None:
-            planned = plan(flat)
+            planned = plan_mixed(flat, self._cuda)
             last = _remember(flat, planned)
         self._last = last
         return flat, planned
@@ -101,7 +124,9 @@ def _again(last: _Last, flat: Flat) -> Plan | None:
         if offset * itemsize + span > room and span:
             return None
     if addresses == last.addresses:
-        return Plan(last.manifest, last.moves, [], tensors, last.batched)
+        return last.plan(tensors)
+    if last.devices:
+        return None
     moves = _moved(last, addresses)
     if moves is None or _overlap(moves):
         return None
@@ -123,6 +148,8 @@ def _moved(last: _Last, addresses: list[int]) -> list[Move] | None:
 def _remember(flat: Flat, planned: Plan) -> _Last | None:
     """What ``_again`` needs; None if some tensors overlap, or are not copied as they lie."""
     manifest, moves = planned.manifest, planned.moves
+    if planned.devices:
+        return _remember_mixed(flat, planned)
     if planned.copies or _overlap(moves) or len(flat.tensors) > MOST_REMEMBERED:
         return None
     stored = [index for index, group in enumerate(manifest.groups) if group.nbytes]
@@ -136,10 +163,37 @@ def _remember(flat: Flat, planned: Plan) -> _Last | None:
     for spec, move, span in zip(manifest.tensors, moves_of, spans, strict=True):
         if move >= 0 and (spec.offset or span != moves[move][2]):
             return None
+    return _last(flat, planned, spans, moves_of, _batched(moves, moves_of, tensors))
+
+
+def _remember_mixed(flat: Flat, planned: Plan) -> _Last | None:
+    """As ``_remember``, for a source with tensors on GPUs: good only as long as every tensor stays where it is."""
+    parts = planned.devices
+    if planned.copies or any(part.copies for part in parts.values()) or len(flat.tensors) > MOST_REMEMBERED:
+        return None
+    number = {id(tensor): at for at, tensor in enumerate(flat.tensors.values())}
+    spans = [_span(tensor) for tensor in flat.tensors.values()]
+    last = _last(flat, planned, spans, [], None)
+    for device, part in parts.items():
+        numbers = [number[id(tensor)] for tensor in part.sources]
+        last.devices[device] = _OnDevice(part.manifest, part.places, numbers)
+    return last
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes over which a tensor with elements reaches."""
+    if not tensor.numel():
+        return 0
+    reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.itemsize
+
+
+def _last(flat: Flat, planned: Plan, spans: list[int], moves_of: list[int], batched: Batched | None) -> _Last:
+    tensors = list(flat.tensors.values())
     return _Last(
         list(flat.tensors), flat.parameters, [weakref.ref(tensor) for tensor in tensors],
         list(map(_facts, tensors)), list(map(_stride, tensors)), spans, [tensor.itemsize for tensor in tensors],
-        moves_of, _batched(moves, moves_of, tensors), list(map(_address, tensors)), manifest, moves,
+        moves_of, batched, list(map(_address, tensors)), planned.manifest, planned.moves, {},
     )  # fmt: skip
 
 

@@ -39,7 +39,9 @@ def check_tensor(name: str, tensor: torch.Tensor) -> str:
     dtype = check_kind(name, tensor)
     if not tensor.is_cpu:
         raise ExportError(
-            name, f"it is on {tensor.device}, and only CPU tensors can be published", "publish tensor.cpu()"
+            name,
+            f"it is on {tensor.device}; tensors can be published from the CPU and CUDA devices",
+            "publish tensor.cpu()",
         )
     if tensor._is_zerotensor():
         raise ExportError(name, "it is a zero tensor without memory", "clone it")

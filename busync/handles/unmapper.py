@@ -1,7 +1,7 @@
-"""Large mappings are unmapped on a thread.
+"""Large mappings are seen to on a thread: kept for the next version, or unmapped.
 
-To unmap what was read takes some 50 ms per GB, and whoever drops the last tensor of a version is often an event loop.
-The thread lives while there is a large mapping.
+To unmap what was read takes some 50 ms per GB, and to look whether it was written to 8; whoever drops the last tensor
+of a version is often an event loop. The thread lives while somebody has a large segment mapped, or kept.
 """
 
 from __future__ import annotations
@@ -9,14 +9,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 import threading
 from collections import deque
-from functools import lru_cache
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
-
-from msgspec import Struct
 
 from busync import forks
 from busync.fds import address_of, vacate
@@ -27,12 +23,14 @@ _PIECE_BYTES = 16 << 20  # of one call, so that nobody waits long for the kernel
 _libc_madvise = ctypes.CDLL(None, use_errno=True).madvise
 _libc_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
+_Taken = tuple[Callable[[mmap.mmap], None], mmap.mmap, object]
+
 
 class Unmapper(forks.ForkAware):
     """The thread, and what waits for it. Forked children have neither: there, large mappings go at once."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[mmap.mmap, object] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Taken | None] = SimpleQueue()
         self._lock = threading.Lock()  #: never taken by a finalizer
         self._living = 0
         self._pending: deque[None] = deque()  #: one for each that was taken and is not gone yet
@@ -40,7 +38,7 @@ class Unmapper(forks.ForkAware):
         forks.register(self)
 
     def expect(self) -> bool:
-        """There is one more large mapping; False if there can be no thread for it."""
+        """Somebody will have large mappings; False if there can be no thread for them."""
         with self._lock:
             if not self._living:
                 try:
@@ -51,32 +49,37 @@ class Unmapper(forks.ForkAware):
         return True
 
     def expect_not(self) -> None:
-        """The mapping did not come."""
+        """Whoever was expected has none any more. Takes no lock: it may be a finalizer."""
         self._queue.put(None)
 
-    def take(self, mapping: mmap.mmap, keep: object) -> bool:
-        """Unmap a mapping that was expected, then let go of ``keep``; False if the thread is not in this process."""
+    def take(self, let_go: Callable[[mmap.mmap], None], mapping: mmap.mmap, keep: object) -> bool:
+        """Have a mapping let go of, then ``keep``; False if the thread is not in this process.
+
+        ``let_go`` or ``keep`` refers to whoever was expected.
+        """
         if os.getpid() != self._pid:
             return False
         self._pending.append(None)
-        self._queue.put((mapping, keep))
+        self._queue.put((let_go, mapping, keep))
         return True
 
     @property
     def pending(self) -> bool:
-        """Whether something is being unmapped."""
+        """Whether something is being let go of."""
         return bool(self._pending)
 
     def _run(self) -> None:
         while True:
             taken = self._queue.get()
             if taken is not None:
-                _unmap(*taken)
-                taken = None  # and with it the lease
+                let_go, mapping, keep = taken
+                let_go(mapping)
+                del taken, let_go, mapping, keep  # and with them the lease
                 self._pending.popleft()
+                continue
             with self._lock:
                 self._living -= 1
-                if self._living <= 0 and not self._pending:
+                if self._living <= 0:
                     self._living = 0
                     return
 
@@ -90,54 +93,23 @@ class Unmapper(forks.ForkAware):
 unmapper = Unmapper()
 
 
+def expect() -> Unmapper | None:
+    """The thread, for somebody who will have large mappings until ``expect_not``; None if there can be none.
+
+    To be called outside of locks: to start a thread is to wait for it.
+    """
+    current = unmapper
+    return current if current.expect() else None
+
+
 def unmapping() -> bool:
-    """Whether a version that nobody uses any more is still being unmapped."""
+    """Whether a version that nobody uses any more is still being looked at, or unmapped."""
     return unmapper.pending
 
 
-def _unmap(mapping: mmap.mmap, keep: object) -> None:
+def unmap(mapping: mmap.mmap) -> None:
+    """Take the memory of a mapping out of the address space, piece by piece. The object keeps the range."""
     address, nbytes = address_of(mapping), len(mapping)
     for start in range(0, nbytes, _PIECE_BYTES):
         _libc_madvise(address + start, min(_PIECE_BYTES, nbytes - start), mmap.MADV_DONTNEED)
     vacate(address, nbytes)
-
-
-class _Last(Struct, eq=False, gc=False):
-    """Dies with the last tensor. The garbage collector does not see it: see ``memory._Place``."""
-
-    mapping: mmap.mmap
-    keep: object
-    unmapper: Unmapper
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing() and not self.unmapper.take(self.mapping, self.keep):
-            vacate(address_of(self.mapping), len(self.mapping))
-
-
-def expect_large(nbytes: int) -> bool:
-    """Whether a mapping of so many bytes that is made now is unmapped on the thread, which is there then.
-
-    To be called before ``map_private``, outside of locks: to start a thread is to wait for it.
-    """
-    return nbytes >= LARGE_BYTES and unmapper.expect()
-
-
-def expect_not() -> None:
-    """The mapping that was expected could not be made."""
-    unmapper.expect_not()
-
-
-def outlived(mapping: mmap.mmap, keep: object) -> memoryview:
-    """The bytes of a mapping that was expected. It is unmapped on the thread when nothing refers to them any more.
-
-    ``keep`` lives until then.
-    """
-    large = _kind(len(mapping)).from_buffer(mapping)
-    large._last = _Last(mapping, keep, unmapper)
-    return memoryview(large).cast("B")
-
-
-@lru_cache(maxsize=16)  # a class is in a cycle, and costs some 50 us
-def _kind(nbytes: int) -> Any:
-    """A class of objects that lend the bytes of a mapping and, unlike those of ctypes itself, have attributes."""
-    return type("LargeMapping", (ctypes.c_char * nbytes,), {})

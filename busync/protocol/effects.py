@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
 
 from busync.errors import BusyncError
 from busync.ids import Incarnation, LeaseId, SegmentId, SessionId, Version
 from busync.manifest import Manifest
+from busync.protocol.ledger import Devices
 from busync.wire import BusDown, DoorDown, DoorUp, Value
 
 # The publisher's shell
@@ -20,7 +23,7 @@ class SendDoor(Struct, frozen=True):
 
 
 class PushSegment(Struct, frozen=True):
-    """Send a segment's descriptor to a session."""
+    """Send a segment's descriptor to a session, and what opens its memory on each GPU."""
 
     session: SessionId
     segment: SegmentId
@@ -48,7 +51,7 @@ class WriteBoard(Struct, frozen=True):
 
 
 class DropSegment(Struct, frozen=True):
-    """Close the descriptor and forget the mapping; the memory goes with its last user."""
+    """Close the descriptor and forget the memory, which goes with its last user."""
 
     segment: SegmentId
 
@@ -80,12 +83,13 @@ class Reserved(Struct, frozen=True):
 
     reservation: int
     segment: SegmentId  #: 0 when nothing has to be stored
-    nbytes: int
+    nbytes: int  #: on the host
     fresh: bool  #: the segment does not exist yet
     waited: float  #: seconds
     blocked_by: tuple[str, ...] = ()  #: names of the sessions that it waited for
     error: BusyncError | None = None
     skipped: bool = False
+    devices: Devices = ()
 
 
 class WaitDone(Struct, frozen=True):
@@ -127,6 +131,15 @@ class TakeSegment(Struct, frozen=True):
     nbytes: int
 
 
+class TakeDevice(Struct, frozen=True):
+    """Keep what opens a segment's memory on a GPU."""
+
+    segment: SegmentId
+    device: str
+    nbytes: int
+    handle: dict[str, Any]
+
+
 class Attached(Struct, frozen=True):
     """The publisher counts this session."""
 
@@ -139,7 +152,7 @@ class Granted(Struct, frozen=True):
     lease: LeaseId
     version: Version
     segment: SegmentId
-    segment_nbytes: int
+    segment_nbytes: int  #: on the host
     manifest: Manifest
     label: str
     values: dict[str, Value]
@@ -147,7 +160,7 @@ class Granted(Struct, frozen=True):
 
 
 class ForgetSegments(Struct, frozen=True):
-    """Drop the cached descriptors and mappings of these segments."""
+    """Drop the cached descriptors, mappings and imports of these segments."""
 
     segments: tuple[SegmentId, ...]
 
@@ -167,5 +180,5 @@ class Rejected(Struct, frozen=True):
 
 
 SubscriberEffect = (
-    ToDoor | ConnectBus | TakeSegment | Attached | Granted | ForgetSegments | DigestArrived | Rejected
+    ToDoor | ConnectBus | TakeSegment | TakeDevice | Attached | Granted | ForgetSegments | DigestArrived | Rejected
 )  # fmt: skip

@@ -85,6 +85,8 @@ _ROWS: dict[tuple[State, Event], tuple[Row, ...]] = {
 }
 
 NO_VERSION = Version(0)
+#: Memory of a segment besides the host's: the UUIDs of GPUs, in the order of the layout, and bytes.
+Devices = tuple[tuple[str, int], ...]
 POOLED = frozenset({State.LOANED, State.WRITING, State.PUBLISHED, State.RETIRED})
 
 
@@ -103,7 +105,7 @@ class Entry:
     """A segment in the hands of one version."""
 
     segment: SegmentId  #: 0: the version stores no bytes
-    nbytes: int
+    nbytes: int  #: on the host
     state: State
     fresh: bool
     version: Version = NO_VERSION
@@ -115,6 +117,7 @@ class Entry:
     referenced: bool = False
     timed_out: bool = False
     digest: bytes | None = None
+    devices: Devices = ()
 
 
 class Ledger:
@@ -123,7 +126,9 @@ class Ledger:
     def __init__(self, max_segments: int, next_segment: Callable[[], SegmentId]) -> None:
         self.max_segments = max_segments
         self.entries: list[Entry] = []
-        self.free: dict[SegmentId, int] = {}
+        self.free: dict[SegmentId, int] = {}  #: their bytes on the host
+        self.devices: dict[SegmentId, Devices] = {}  #: of segments in the pool that have memory on GPUs
+        self.worn: set[SegmentId] = set()  #: in the pool, and not to be used for another version
         self.dropped: list[SegmentId] = []  #: left the pool; the core turns them into effects
         self.abandoned = 0
         self._next_segment = next_segment
@@ -140,26 +145,39 @@ class Ledger:
         used = [e.segment for e in self.entries if e.segment and e.state in POOLED]
         return tuple(sorted((*self.free, *used)))
 
-    def take(self, nbytes: int, state: State) -> Entry | None:
-        """A new entry with a segment of at least ``nbytes``, or None when the pool is full."""
-        if nbytes == 0:
+    def take(self, nbytes: int, state: State, devices: Devices = ()) -> Entry | None:
+        """A new entry with a segment of at least ``nbytes`` and so many on each device; None when the pool is full."""
+        if nbytes == 0 and not devices:
             return self._add(Entry(SegmentId(0), 0, state, fresh=False))
-        fitting = [(size, segment) for segment, size in self.free.items() if nbytes <= size <= 2 * nbytes]
+        fitting = [
+            (size, segment)
+            for segment, size in self.free.items()
+            if nbytes <= size <= 2 * nbytes and _fits(devices, self.devices.get(segment, ()))
+        ]
         if fitting:
             size, segment = min(fitting)
             del self.free[segment]
-            return self._add(Entry(segment, size, state, fresh=False))
+            return self._add(Entry(segment, size, state, fresh=False, devices=self.devices.get(segment, ())))
         if self.pooled >= self.max_segments:
             if not self.free:
                 return None
             unfit = min(self.free)
             del self.free[unfit]
-            self.dropped.append(unfit)
-        return self._add(Entry(self._next_segment(), nbytes, state, fresh=True))
+            self._drop(unfit)
+        entry = Entry(self._next_segment(), nbytes, state, fresh=True, devices=devices)
+        if devices:
+            self.devices[entry.segment] = devices
+        return self._add(entry)
 
     def forget(self, entry: Entry) -> None:
         """The memory of a fresh entry could not be had."""
         self.entries.remove(entry)
+        self.devices.pop(entry.segment, None)
+
+    def _drop(self, segment: SegmentId) -> None:
+        self.dropped.append(segment)
+        self.devices.pop(segment, None)
+        self.worn.discard(segment)
 
     def may_wait(self) -> bool:
         """Whether waiting can bring a segment: one is retired, or still being written."""
@@ -201,13 +219,14 @@ class Ledger:
     def _entered(self, entry: Entry) -> None:
         if entry.state is State.RECLAIMED:
             self.entries.remove(entry)
-            if entry.segment and (entry.version or not entry.fresh):
+            # Made for a publish that was cancelled, there may be no memory yet.
+            if entry.segment and (entry.version or not entry.fresh) and entry.segment not in self.worn:
                 self.free[entry.segment] = entry.nbytes
-            elif entry.segment:  # made for a publish that was cancelled, perhaps before there was any memory
-                self.dropped.append(entry.segment)
+            elif entry.segment:
+                self._drop(entry.segment)
         elif entry.state is State.ABANDONED:
             if entry.segment:
-                self.dropped.append(entry.segment)
+                self._drop(entry.segment)
                 self.abandoned += 1
             if not entry.leases:
                 self.entries.remove(entry)
@@ -296,13 +315,25 @@ class Ledger:
         """
         pooled = list(self.all_segments())
         assert len(pooled) == len(set(pooled)), f"a segment has two owners: {pooled}"
+        assert {*self.devices, *self.worn} <= set(pooled), "something is known of segments that were dropped"
         assert self.pooled <= self.max_segments, f"{self.pooled} segments of {self.max_segments}"
         assert sum(e.state is State.PUBLISHED for e in self.entries) <= 1, "two newest versions"
         for e in self.entries:
+            assert e.devices == self.devices.get(e.segment, ()) or e.state is State.ABANDONED, (
+                "devices of another segment"
+            )
             assert e.state is not State.RECLAIMED, "a reclaimed entry is still in the books"
             assert e.state is not State.ABANDONED or e.leases, "an abandoned entry without a holder"
             assert not (e.state is State.RETIRED and e.tainted), "a tainted entry still counts as poolable"
             assert not (e.leases and e.state in (State.LOANED, State.WRITING)), "a lease on an unpublished entry"
+
+
+def _fits(devices: Devices, found: Devices) -> bool:
+    """Whether memory on the same devices is large enough, and not more than twice as large."""
+    if len(devices) != len(found):
+        return False
+    sizes = dict(found)
+    return all(nbytes <= sizes.get(device, 0) <= 2 * nbytes for device, nbytes in devices)
 
 
 def _guard(name: str, entry: Entry) -> bool:

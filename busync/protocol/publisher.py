@@ -15,7 +15,7 @@ from busync.ids import Incarnation, LeaseId, SegmentId, SessionId, Version, chec
 from busync.options import PublisherOptions
 from busync.protocol import effects as fx
 from busync.protocol.guards import holds
-from busync.protocol.ledger import Entry, Event, Lease, Ledger, State
+from busync.protocol.ledger import Devices, Entry, Event, Lease, Ledger, State
 from busync.protocol.status import describe
 from busync.protocol.topics import Content, Reservation, Session, Topic
 from busync.protocol.waits import Wait, WaitFor, Waits
@@ -115,8 +115,8 @@ class PublisherProtocol:
             for session in unused.sessions.values():
                 self.refuse(session.id, "topics", f"nothing was published on {unused.name!r}, and its place is needed")
 
-    def reserve(self, topic_name: str, nbytes: int, state: State, now: float) -> int:
-        """Ask for a segment; a Reserved effect answers, now or later.
+    def reserve(self, topic_name: str, nbytes: int, state: State, now: float, devices: Devices = ()) -> int:
+        """Ask for a segment with ``nbytes`` on the host, and so many on GPUs; a Reserved effect answers, now or later.
 
         Raises:
             OptionError: there are 255 topics already.
@@ -124,7 +124,8 @@ class PublisherProtocol:
         if topic_name not in self.topics:
             self._make_room()
         topic = self.topic(topic_name)
-        reservation = Reservation(next(self._ids), topic, nbytes, state, now, now + self.options.lease_timeout)
+        deadline_at = now + self.options.lease_timeout
+        reservation = Reservation(next(self._ids), topic, nbytes, state, now, deadline_at, devices=devices)
         self._reservations[reservation.id] = reservation
         topic.queue.append(reservation)
         self._serve_queue(topic, now)
@@ -179,6 +180,12 @@ class PublisherProtocol:
         reservation.topic.ledger.forget(reservation.entry)
         self._serve_queue(reservation.topic, now)
 
+    def wear_out(self, segment: SegmentId) -> None:
+        """A segment has been exported so often that a fresh one must take its place once nobody reads it."""
+        for topic in self.topics.values():
+            if segment in topic.ledger.devices:
+                topic.ledger.worn.add(segment)
+
     def digest_done(self, topic_name: str, version: Version, digest: bytes | None, now: float) -> None:
         """ComputeDigest is answered (None: it could not be computed)."""
         topic = self.topics[topic_name]
@@ -221,8 +228,13 @@ class PublisherProtocol:
             case Want():
                 if message.ack:
                     self._ack(session, message.ack)
-                    self._waits.progress(session)
+                for number in message.released:
+                    self._release(session, number)
                 self._want(session, message)
+                if message.released:
+                    self._serve_queue(topic, now)
+                if message.ack or message.released:
+                    self._waits.progress(session)
                 return
             case Withdraw():
                 self._withdraw(session, message)
@@ -231,9 +243,7 @@ class PublisherProtocol:
                 self._waits.progress(session)
                 return
             case Release():
-                lease = self._leases.get(LeaseId(message.lease))
-                if lease is not None and holds("own_lease", lease, session.id):
-                    self._end_lease(lease)
+                self._release(session, message.lease)
                 self._try_grant(session)
             case Abandon():
                 for lease_id in message.leases:
@@ -366,6 +376,11 @@ class PublisherProtocol:
             raise ViolationError(self._peer(session), f"ack of version {version}, which it was never granted")
         session.acked = max(session.acked, Version(version))
 
+    def _release(self, session: Session, number: int) -> None:
+        lease = self._leases.get(LeaseId(number))
+        if lease is not None and holds("own_lease", lease, session.id):
+            self._end_lease(lease)
+
     def _end_lease(self, lease: Lease) -> None:
         session = self.sessions[lease.session]
         assert session.topic is not None, "a lease without a topic"
@@ -436,7 +451,7 @@ class PublisherProtocol:
         ledger = topic.ledger
         while topic.queue:
             reservation = topic.queue[0]
-            entry = ledger.take(reservation.nbytes, reservation.state)
+            entry = ledger.take(reservation.nbytes, reservation.state, reservation.devices)
             if entry is not None:
                 topic.queue.popleft()
                 reservation.entry = entry
@@ -463,7 +478,15 @@ class PublisherProtocol:
     def _answer(self, reservation: Reservation, now: float, entry: Entry) -> None:
         waited = now - reservation.asked_at
         self._effects.append(
-            fx.Reserved(reservation.id, entry.segment, entry.nbytes, entry.fresh, waited, reservation.blocked_by)
+            fx.Reserved(
+                reservation.id,
+                entry.segment,
+                entry.nbytes,
+                entry.fresh,
+                waited,
+                reservation.blocked_by,
+                devices=entry.devices,
+            )
         )
 
     def _give_up(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from busync.ids import SessionId
+from busync.protocol.ledger import Ledger
 from busync.protocol.topics import Session, Topic
 
 
@@ -29,13 +31,25 @@ def _describe_topic(topic: Topic, sessions: Mapping[SessionId, Session]) -> dict
                 "version": e.version or None,
                 "state": str(e.state),
                 "bytes": e.nbytes,
+                "devices": dict(e.devices),
                 "holders": sorted(sessions[lease.session].name for lease in e.leases.values()),
             }
             for e in entries
         ],
         "segments": topic.ledger.pooled,
         "bytes": sum(topic.ledger.free.values()) + sum(e.nbytes for e in entries),
+        "devices": dict(_on_devices(topic.ledger)),
     }
+
+
+def _on_devices(ledger: Ledger) -> Counter[str]:
+    """Bytes by GPU, of everything that is in the books."""
+    total: Counter[str] = Counter()
+    free = (ledger.devices.get(segment, ()) for segment in ledger.free)
+    for devices in (*free, *(e.devices for e in ledger.entries)):
+        for device, nbytes in devices:
+            total[device] += nbytes
+    return total
 
 
 def _describe_session(session: Session) -> dict[str, Any]:

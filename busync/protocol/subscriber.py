@@ -7,9 +7,11 @@ is only how far the application has come in the present incarnation.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from busync.errors import OptionError, ViolationError, WireVersionError
 from busync.ids import Incarnation, LeaseId, SegmentId, Version, check_label
-from busync.manifest import GroupSpec, Manifest, TensorSpec, check_part
+from busync.manifest import MAX_DEVICES, GroupSpec, Manifest, TensorSpec, check_part
 from busync.protocol import effects as fx
 from busync.protocol.guards import holds
 from busync.protocol.ledger import NO_VERSION
@@ -19,6 +21,7 @@ from busync.wire import (
     Ack,
     Announce,
     BusDown,
+    DeviceSegment,
     Digest,
     DoorDown,
     Forget,
@@ -42,6 +45,11 @@ def make_nack(version: Version, code: NackCode, text: str) -> Nack:
     return Nack(version=version, code=code, text=text.encode("utf-8", "replace").decode()[:MAX_TEXT])
 
 
+def _whole(part: ManifestPart) -> tuple[object, ...]:
+    """What all parts of a manifest have in common."""
+    return part.layout, part.parts, part.nbytes, part.devices
+
+
 class SubscriberProtocol:
     """The decisions of one subscriber of one topic."""
 
@@ -62,7 +70,9 @@ class SubscriberProtocol:
         self.max_held = 0
         #: leases of this session that have not ended: version by lease
         self.leases: dict[LeaseId, Version] = {}
-        self.segments: dict[SegmentId, int] = {}
+        self.spare: set[LeaseId] = set()  #: those that the application does not need: they end with the next Want
+        self.segments: dict[SegmentId, int] = {}  #: bytes on the host
+        self.devices: dict[SegmentId, dict[str, int]] = {}  #: bytes on GPUs
         self._want: Want | None = None
         self._announce: Announce | None = None  #: of the open Want, until the grant is complete
         self._manifest: Manifest | None = None
@@ -70,6 +80,7 @@ class SubscriberProtocol:
         self._groups: list[GroupSpec] = []
         self._tensors: list[TensorSpec] = []
         self._names: set[str] = set()
+        self._ends: dict[int, int] = {}
         self._granted = NO_VERSION  #: the newest of this session
         self._acked = NO_VERSION
 
@@ -84,14 +95,19 @@ class SubscriberProtocol:
         return bool(self._effects)
 
     @property
-    def held(self) -> int:
-        """Leases that the application has: without that of a version which is still arriving."""
-        return len(self.leases) - (self._announce is not None)
+    def taken(self) -> int:
+        """Leases of which ``max_held`` may be open, without those that the next Want ends."""
+        return len(self.leases) - len(self.spare)
 
-    def held_leases(self) -> set[LeaseId]:
-        """Those leases."""
-        arriving = self._announce
-        return {lease for lease in self.leases if arriving is None or lease != arriving.lease}
+    @property
+    def held(self) -> int:
+        """Those of them that the application has: one may be of a version which is still arriving."""
+        return self.taken - (self._announce is not None)
+
+    def without_hold(self, holds: Container[LeaseId]) -> list[LeaseId]:
+        """Leases of versions that the application was handed, and that are not among ``holds``."""
+        arriving = self._announce.lease if self._announce is not None else None
+        return [lease for lease in self.leases if lease != arriving and lease not in holds]
 
     # The session
 
@@ -130,11 +146,16 @@ class SubscriberProtocol:
                     self.segments[SegmentId(message.segment)] = message.nbytes
                     self._effects.append(fx.TakeSegment(SegmentId(message.segment), message.nbytes))
                     self._complete()
+            case DeviceSegment():
+                if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
+                    self._take_device(message)
             case Forget():
                 if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
-                    gone = tuple(s for s in map(SegmentId, message.segments) if s in self.segments)
+                    known = self.segments.keys() | self.devices.keys()
+                    gone = tuple(s for s in map(SegmentId, message.segments) if s in known)
                     for segment in gone:
-                        del self.segments[segment]
+                        self.segments.pop(segment, None)
+                        self.devices.pop(segment, None)
                     self._effects.append(fx.ForgetSegments(gone))
 
     def receive_bus(self, message: BusDown) -> None:
@@ -169,8 +190,18 @@ class SubscriberProtocol:
             self._withdraw(self._want)
         if have is not None:
             self._number += 1
-            self._want = Want(number=self._number, have=have, digest=self.digests, ack=self._take_ack())
+            self._want = Want(
+                number=self._number, have=have, digest=self.digests, ack=self._take_ack(), released=self._take_spare()
+            )
             self._say(self._want)
+
+    def _take_spare(self) -> tuple[LeaseId, ...]:
+        """Leases that end with a Want: one packet less wakes the publisher once less."""
+        released = tuple(sorted(self.spare))
+        for lease in released:
+            del self.leases[lease]
+        self.spare.clear()
+        return released
 
     def _take_ack(self) -> Version:
         """An Ack that was about to be said on its own: one packet less wakes the publisher once less."""
@@ -193,8 +224,23 @@ class SubscriberProtocol:
     def ended(self, lease: LeaseId) -> None:
         """A lease's Release was sent (by the finalizer of its last user)."""
         self.leases.pop(lease, None)
+        self.spare.discard(lease)
+
+    def spared(self, lease: LeaseId) -> None:
+        """The application needs a lease no more, though it has not ended: the next Want will say so."""
+        if lease in self.leases:
+            self.spare.add(lease)
 
     # Inside
+
+    def _take_device(self, message: DeviceSegment) -> None:
+        segment = SegmentId(message.segment)
+        devices = self.devices.setdefault(segment, {})
+        if message.device in devices or len(devices) == MAX_DEVICES:
+            raise ViolationError(PEER, f"segment {segment} has memory on {message.device} for the second time")
+        devices[message.device] = message.nbytes
+        self._effects.append(fx.TakeDevice(segment, message.device, message.nbytes, message.handle))
+        self._complete()
 
     def _withdraw(self, want: Want) -> None:
         if self._announce is not None:
@@ -226,11 +272,15 @@ class SubscriberProtocol:
         segment = SegmentId(announce.segment)
         if self._part is not None or manifest is None or manifest.digest != announce.layout:
             raise ViolationError(PEER, f"version {announce.version} has a layout that was never sent")
+        devices = self.devices.get(segment, {})
         if manifest.nbytes and segment not in self.segments:
             return
+        if any(spec.device not in devices for spec in manifest.devices):
+            return
         nbytes = self.segments[segment] if manifest.nbytes else 0
-        if manifest.nbytes > nbytes:
-            raise ViolationError(PEER, f"a layout of {manifest.nbytes} bytes in a segment of {nbytes}")
+        for needed, size in ((manifest.nbytes, nbytes), *((s.nbytes, devices[s.device]) for s in manifest.devices)):
+            if needed > size:
+                raise ViolationError(PEER, f"a layout of {needed} bytes in a segment of {size}")
         self._want = self._announce = None
         self._granted = Version(announce.version)
         self.adopted = max(self.adopted, self._granted)
@@ -250,13 +300,16 @@ class SubscriberProtocol:
     def _add_part(self, part: ManifestPart) -> None:
         last = self._part
         expected = 0 if last is None else last.part + 1
-        same = last is None or (last.layout, last.parts, last.nbytes) == (part.layout, part.parts, part.nbytes)
+        same = last is None or _whole(last) == _whole(part)
         if part.part != expected or not same:
             raise ViolationError(PEER, f"part {part.part} of a manifest does not follow what came before")
         if last is None:
-            self._groups, self._tensors, self._names = [], [], set()
+            self._groups, self._tensors, self._names, self._ends = [], [], set(), {}
         try:
-            check_part(part.nbytes, part.groups, part.tensors, groups_before=self._groups, names_before=self._names)
+            check_part(
+                part.nbytes, part.groups, part.tensors, devices=part.devices, groups_before=self._groups,
+                names_before=self._names, ends=self._ends,
+            )  # fmt: skip
         except ValueError as error:
             raise ViolationError(PEER, f"a manifest that cannot be: {error}") from None
         self._groups += part.groups
@@ -265,7 +318,7 @@ class SubscriberProtocol:
         self._part = part
         if part.part + 1 == part.parts:
             self._part = None
-            self._manifest = Manifest(part.layout, part.nbytes, tuple(self._groups), tuple(self._tensors))
+            self._manifest = Manifest(part.layout, part.nbytes, tuple(self._groups), tuple(self._tensors), part.devices)
             self._groups, self._tensors, self._names = [], [], set()
 
     def _say(self, message: Hello | Want | Withdraw | Ack | Nack) -> None:
@@ -278,4 +331,5 @@ class SubscriberProtocol:
             AssertionError: an invariant is broken.
         """
         assert len(self.leases) <= max(self.max_held, 0), "more leases than allowed"
+        assert self.spare <= self.leases.keys(), "a lease that has ended is spare"
         assert self._announce is None or self._want is not None, "an answer without a question"

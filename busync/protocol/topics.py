@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from busync.ids import LeaseId, SegmentId, SessionId, Version
-from busync.protocol.ledger import NO_VERSION, Entry, Lease, Ledger, State
+from busync.protocol.ledger import NO_VERSION, Devices, Entry, Lease, Ledger, State
 from busync.wire import Value, Want
 
 
@@ -68,9 +68,10 @@ class Reservation:
 
     id: int
     topic: Topic
-    nbytes: int
+    nbytes: int  #: on the host
     state: State
     asked_at: float
     deadline_at: float
     entry: Entry | None = None
     blocked_by: tuple[str, ...] = ()  #: who held what it waits for
+    devices: Devices = ()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,6 +45,10 @@ class Block:
     open_in: list[FakeProcess] = field(default_factory=list)
     dropped: bool = False
 
+    @property
+    def address(self) -> int:
+        return torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+
 
 class FakeEvent:
     def __init__(self, stream: FakeStream, position: int) -> None:
@@ -59,6 +64,7 @@ class FakeStream:
     def __init__(self) -> None:
         self._work: list[Callable[[], object]] = []
         self._done = 0
+        self._lock = threading.RLock()
 
     def queue(self, work: Callable[[], object]) -> None:
         self._work.append(work)
@@ -69,16 +75,21 @@ class FakeStream:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.queue(lambda: target.copy_(source))
 
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
+
     def mark(self) -> FakeEvent:
         return FakeEvent(self, len(self._work))
 
     def run(self, until: int | None = None) -> None:
-        until = len(self._work) if until is None else until
-        while self._done < until:
-            work = self._work[self._done]
-            self._work[self._done] = bool  # so that it keeps nothing alive
-            self._done += 1
-            work()
+        with self._lock:
+            until = len(self._work) if until is None else until
+            while self._done < until:
+                work = self._work[self._done]
+                self._work[self._done] = bool  # so that it keeps nothing alive
+                self._done += 1
+                work()
 
 
 class FakeGpu:
@@ -143,6 +154,12 @@ class FakeProcess:
 
     def devices(self) -> dict[str, int]:
         return {uuid: index for index, uuid in enumerate(self.visible)}
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        for block in self.gpu.blocks.values():
+            if 0 <= tensor.data_ptr() - block.address < len(block.memory):
+                return self.visible.index(block.device)
+        return None
 
     def total_bytes(self, index: int) -> int:
         return TOTAL_BYTES
@@ -263,6 +280,9 @@ class FakeProcess:
 
     def mark(self, index: int) -> CudaEvent:
         return self.current.mark()
+
+    def marks(self) -> dict[int, CudaEvent]:
+        return {index: self.mark(index) for index in range(len(self.visible))}
 
     def synchronize(self, index: int) -> None:
         self.syncs += 1

@@ -38,7 +38,7 @@ def test_a_gpu_segment_has_the_layout_and_the_bytes_of_a_cpu_segment(name: str) 
     publisher = PublisherSide(FakeGpu().process())
     segment = publisher.segment(NBYTES)
     segment.flat.zero_()
-    segment.write(planned.copies, []).synchronize()
+    segment.write(planned, []).synchronize()
     memory = bytearray(NBYTES)
     for job in expected.jobs(memoryview(memory), 1):
         job()
@@ -50,7 +50,7 @@ def test_what_was_tied_comes_back_tied(name: str) -> None:
     gpu = FakeGpu()
     publisher, side = PublisherSide(gpu.process()), ReaderSide(gpu.process())
     planned, segment = plan_cuda(Flat(STATES[name])), publisher.segment(NBYTES)
-    segment.write(planned.copies, []).synchronize()
+    segment.write(planned, []).synchronize()
     side.receive(1, segment.export(side.reader))
     builder = side.map(1, 1, planned.manifest)
     built = {spec.name: builder.build(spec) for spec in planned.manifest.tensors}

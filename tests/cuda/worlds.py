@@ -12,7 +12,8 @@ import torch
 from busync.errors import BusyncError
 from busync.handles import Flat
 from busync.handles.cuda import CudaHandle, decode_handle, encode_handle
-from busync.handles.cuda_import import CudaImporter, CudaTensorBuilder, Import, ReceivedSegment, _Use
+from busync.handles.cuda_build import CudaTensorBuilder
+from busync.handles.cuda_import import CudaImporter, Import, ReceivedSegment, _Use
 from busync.handles.cuda_layout import CudaPlan, plan_cuda
 from busync.handles.cuda_memory import CudaExporter, CudaSegment, Reader
 from busync.manifest import Manifest
@@ -52,7 +53,7 @@ class ReaderSide:
         self.process = process
         self.exporter = CudaExporter(process)
         self.importer = importer(self.exporter)
-        self.reader = FakeReader(process.number, 1, f"actor-{process.number}", process)
+        self.reader = FakeReader(process.number, 1, f"actor-{process.number}", process=process)
         self.segments: dict[int, ReceivedSegment] = {}
         self.released: list[int] = []
 
@@ -94,7 +95,7 @@ class PublisherSide:
         return self.exporter.create(self.device, nbytes)
 
     def write(self, segment: CudaSegment, version: int) -> None:
-        moment = segment.write(plan(state(version)).copies, [self.process.mark(0)])
+        moment = segment.write(plan(state(version)), [self.process.mark(0)])
         moment.synchronize()
 
 

@@ -48,6 +48,11 @@ ENDINGS = {
         "both()\ndef p():\n    try: pub.publish(state, wait='all', timeout=60)\n    except busync.ClosedError: pass\n"
         "threading.Thread(target=p, daemon=True).start(); time.sleep(0.2); ready()"
     ),
+    "kept mappings": (
+        "both(); del snapshot, tensors\nstate['w'] = torch.ones(10_000_000)\n"
+        "for _ in range(3):\n    pub.publish(state); sub.next(5).tensors['w'].sum()\n"
+        "pub.publish(state); snapshot = sub.next(5); w = snapshot.tensors['w']; ready()"
+    ),
     "a publisher alone": "pub = blocking.Publisher('p'); pub.__enter__(); ready()",
     "after a fork": (
         "both()\npid = os.fork()\nif pid == 0: sys.exit()\n_, status = os.waitpid(pid, 0)\nassert status == 0, status\n"

@@ -44,7 +44,7 @@ def test_readers_are_killed(cast: Cast) -> None:
     healthy.call("drop", newest=True)
     learner.call("publish")
     healthy.call("next")
-    assert healthy.call("mappings") <= 2 + 4  # the board, one in place, and a cached one per segment of the pool
+    assert healthy.call("mappings") <= 2 + 2 * 4  # the board, one in place, and per segment two that are kept
     status = learner.call("status")["topics"]["default"]
     assert status["segments"] <= 4
     assert learner.call("mappings") <= 5  # the board and the pool

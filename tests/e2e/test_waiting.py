@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+import torch
 
 import busync
 from tests.support import patterns
@@ -14,6 +15,7 @@ from tests.support.roles import soon
 pytestmark = pytest.mark.asyncio
 
 STATE = patterns.state(1, 1, patterns.SMALL)
+MAPPED = {"weight": torch.ones(20_000)}  #: above what readers copy, so that its tensors keep a lease
 
 
 async def _adopt(sub: busync.Subscriber) -> busync.Snapshot:
@@ -185,7 +187,7 @@ async def test_wait_for_acks_later() -> None:
 
 async def test_wait_for_releases() -> None:
     async with busync.Publisher("p") as pub, busync.Subscriber("p", name="a") as sub, busync.Subscriber("p"):
-        await pub.publish(STATE)
+        await pub.publish(MAPPED)
         snapshot = await _adopt(sub)
         weight = snapshot.tensors["weight"]
         del snapshot
@@ -314,11 +316,11 @@ async def test_poll_hands_out_what_was_asked_for_ahead_when_the_newest_does_not_
 
 async def test_poll_with_every_lease_in_use_hands_out_what_was_asked_for_ahead() -> None:
     async with busync.Publisher("p", max_held=2) as pub, busync.Subscriber("p", prefetch=True) as sub:
-        await pub.publish(STATE)
+        await pub.publish(MAPPED)
         kept = (await sub.next(timeout=5)).tensors
-        await pub.publish(STATE)
+        await pub.publish(MAPPED)
         await soon(lambda: sub._prefetched is not None)
-        await pub.publish(STATE)
+        await pub.publish(MAPPED)
         snapshot = sub.poll()
         assert snapshot is not None
         assert snapshot.version == 2

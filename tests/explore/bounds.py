@@ -72,6 +72,7 @@ class Bound:
     digests: bool = False  #: readers ask for content digests
     any_order: bool = False  #: messages of the two channels overtake each other without limit
     acks: bool = False  #: readers acknowledge what they adopt
+    copies: bool = False  #: readers copy what they adopt, and say so with their next Want
     #: Instead of reader B there is any other reader: see ``other`` and ``views``. What others hold is taken apart into
     #: sessions of one version each. That makes no difference as long as nobody is overdue when a publish has to wait:
     #: the first that waits is the last here.
@@ -115,6 +116,7 @@ SMALL: Final = (
     Bound(name="two topics", topics=2, max_segments=2),
     Bound(name="cancelled publishes", max_segments=2, cancels=1),
     Bound(name="layouts and acks", publishes=2, layouts=2, acks=True),
+    Bound(name="copies", publishes=2, copies=True),
     Bound(name="digests", publishes=2, digests=True),
     Bound(name="withdrawals", publishes=2, withdrawals=1),
     Bound(name="any order", publishes=2, any_order=True),
@@ -140,6 +142,7 @@ FULL: Final = (
     world("any other reader, withdrawn and cancelled", max_segments=2, withdrawals=1, cancels=1, other=True),
     world("any other reader, any order", max_segments=2, any_order=True, swaps=0, other=True),
     world("any other reader, layouts and acks", publishes=2, max_segments=2, layouts=2, acks=True, other=True),
+    world("any other reader, copies", max_segments=2, copies=True, other=True),
     world("any other reader, digests", publishes=2, max_segments=2, digests=True, other=True),
 )
 

@@ -67,7 +67,7 @@ def wants_at_side(side: Side, packets: Packets) -> int:
     used |= {reader.want[0]} if reader.want else set()
     for message in _messages(packets, side.link):
         used.update(getattr(message, name) for name in ("number", "lease") if hasattr(message, name))
-        used.update(getattr(message, "leases", ()))
+        used.update(getattr(message, "leases", ()), getattr(message, "released", ()))
     return mask_of(used)
 
 
@@ -94,7 +94,7 @@ def rename_message(packets: Packets, packet: Packet, want: Rename, segment: Rena
     for name, value in fields.items():
         if name in ("number", "lease"):
             fields[name] = want(value)
-        elif name == "leases":
+        elif name in ("leases", "released"):
             fields[name] = tuple(want(v) for v in value)
         elif name == "segment":
             fields[name] = segment(value)
@@ -114,6 +114,7 @@ def rename_side(side: Side, packets: Packets, slot: int, want: Rename, segment: 
     reader = reader._replace(
         number=want(reader.number),
         leases=tuple((want(lease), version) for lease, version in reader.leases),
+        spare=tuple(want(lease) for lease in reader.spare),
         segments=tuple(segment(s) for s in reader.segments),
         want=(want(reader.want[0]), reader.want[1]) if reader.want else None,
         announce=rename_message(packets, reader.announce, want, segment) if reader.announce else None,

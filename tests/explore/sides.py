@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from busync.wire import Announce, Hello, Join, Joined, ManifestPart, Release, Segment, Welcome, Withdraw
+from busync.wire import Announce, Hello, Join, Joined, ManifestPart, Release, Segment, Want, Welcome, Withdraw
 from tests.explore.bounds import FREE, SHIFT, Bound
 from tests.explore.messages import END, Packet, Packets
 from tests.explore.publisher import SLOTS
 from tests.explore.reader import NOT_WAITING, ReaderProcess, ReaderState, ReaderStep
-from tests.explore.steps import Action
+from tests.explore.steps import Action, describe_error
 
 OVER = 99  #: any incarnation that is over, where there is any other reader: the one that lives is 1
 ENDED, COUNTED, DEAD = 0, 1, 2  #: the publisher ended the session, counts it, is dead
@@ -83,7 +83,8 @@ class SideFacts:
         # A Withdraw ends what answers its Want even if the answer has come and was thrown away.
         names |= {m.number for m in up if isinstance(m, Withdraw)}
         names |= {m.lease for m in up if isinstance(m, Release)}
-        return frozenset(names | self.mapped)
+        names |= {lease for m in up if isinstance(m, Want) for lease in m.released}
+        return frozenset(names | self.mapped | {*reader.spare})
 
 
 class Sides:
@@ -290,6 +291,15 @@ class Sides:
         moves += [
             self._stepped(side, f"{{r}} lets go of version {m.version}", FREE, "release", m) for m in reader.mappings
         ]
+        moves += [
+            self._stepped(side, f"{{r}} lets go of its copy of version {version}", FREE, "release_spare", lease)
+            for lease, version in reader.leases
+            if lease in reader.spare
+        ]
+        if self.bound.copies:
+            moves += [
+                self._stepped(side, f"{{r}} copies version {m.version}", FREE, "copy", m) for m in reader.mappings
+            ]
         if reader.mappings:
             fork = self._stepped(side, "{r} forks", SHIFT["forks"], "fork")
             moves.append(Move(fork.text, fork.cost, fork.side, self._remnants(side), fault=fork.fault))
@@ -379,12 +389,6 @@ def outlive(reader: ReaderState) -> ReaderState:
     incarnation = OVER if reader.incarnation else 0
     last = (OVER, reader.last[1]) if reader.last[0] else reader.last
     return reader._replace(incarnation=incarnation, last=last)
-
-
-def describe_error(error: Exception) -> str:
-    """A fault that a core or its process has shown itself; braces would be taken for names of readers."""
-    text = str(error) if isinstance(error, AssertionError) else repr(error)
-    return (text or "an assertion").replace("{", "(").replace("}", ")")
 
 
 def _without(queue: tuple[Packet, ...], i: int, again: bool) -> tuple[Packet, ...]:

@@ -17,8 +17,8 @@ from tests.explore.messages import Packet, Packets
 from tests.explore.names import Names, mask_of, ranks
 from tests.explore.publisher import SLOTS, PublisherState
 from tests.explore.reader import NOT_WAITING
-from tests.explore.sides import Move, SideFacts, Sides, describe_error
-from tests.explore.steps import Action, PublisherProcess, PublisherStep, restart, swapped
+from tests.explore.sides import Move, SideFacts, Sides
+from tests.explore.steps import Action, PublisherProcess, PublisherStep, describe_error, restart, swapped
 
 BITS = 24
 MASK, BUDGET_MASK = (1 << BITS) - 1, (1 << BUDGET_BITS) - 1

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from msgspec import structs
+
 from busync.errors import ViolationError
 from busync.ids import LeaseId, SessionId, Version
 from busync.protocol import effects as fx
 from busync.protocol.ledger import State
 from busync.protocol.topics import Session
-from busync.wire import Abandon, Announce, DoorUp, Hello, Join, Release, Segment, manifest_parts
+from busync.wire import Abandon, Announce, DoorUp, Hello, Join, Release, Segment, Want, manifest_parts
 from tests.explore import other
 from tests.explore.bounds import Bound
 from tests.explore.messages import Packet, Packets
@@ -89,6 +91,8 @@ class PublisherProcess:
                 )
             elif isinstance(message, Abandon):
                 message = Abandon(leases=tuple(lease_id(session, name) for name in message.leases))
+            elif isinstance(message, Want):
+                message = structs.replace(message, released=tuple(lease_id(session, name) for name in message.released))
             assert isinstance(message, DoorUp), "came up the door"
             try:
                 self.core.receive(SessionId(session), message, NOW)
@@ -288,6 +292,12 @@ class PublisherProcess:
                 require(ledger.pooled == ledger.max_segments and ledger.may_wait(), "a publish waits for nothing")
                 overdue = topic.queue[0].deadline_at <= NOW and ledger.relieve_possible()
                 require(not overdue, "nothing helps a publish that timed out")
+
+
+def describe_error(error: Exception) -> str:
+    """A fault that a core or its process has shown itself; braces would be taken for names of readers."""
+    text = str(error) if isinstance(error, AssertionError) else repr(error)
+    return (text or "an assertion").replace("{", "(").replace("}", ")")
 
 
 def restart(bound: Bound, state: PublisherState) -> PublisherState:

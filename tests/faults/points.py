@@ -71,7 +71,7 @@ SUBSCRIBER = (
     "busync.session:Hold.own_memory",
     "busync.session:AttachedSegment.readonly",
     "busync.session:check_segment",
-    "busync.session:map_private",
+    "busync.handles.private:map_private",
     "busync.session:Hold.__init__",
     "busync.handles.build:TensorBuilder.build",
     "busync.handles.load:LoadPlan.run",
@@ -79,9 +79,9 @@ SUBSCRIBER = (
     "busync.snapshot:Snapshot._copy",
     "busync.snapshot:Snapshot.release",
     "busync.subscriber:Subscriber.acknowledge",
-    "busync.subscriber:Subscriber._granted",
-    "busync.subscriber:Subscriber._hand_over",
-    "busync.subscriber:Subscriber._update_demand",
+    "busync.asking:Asking._granted",
+    "busync.asking:Asking._hand_over",
+    "busync.asking:Asking._update_demand",
     "busync.attachment:Attachment.turn",
     "busync.attachment:Attachment.end",
     "busync.attachment:Attachment._open",
@@ -100,7 +100,7 @@ SUBSCRIBER = (
 #: They run under ``forks.fork_lock``, which no other thread can fork across, so nobody forks inside them.
 NO_FORK_INSIDE = frozenset({
     "busync.transport.endpoint:_take_lock", "busync.transport.endpoint:_sweep", "busync.pool:open_segment",
-    "busync.session:door_connect", "busync.session:map_private", "busync.handles.memory:_map_shared",
+    "busync.session:door_connect", "busync.handles.private:map_private", "busync.handles.memory:_map_shared",
     "busync.transport.board:Board.__init__", "busync.transport.door:DoorListener.__init__",
     "busync.transport.door:DoorListener.accept", "busync.session:Session.before_fork",
     "busync.transport.board:BoardView.__init__", "busync.session:Session.say",  # the first one, in the constructor

@@ -21,14 +21,14 @@ from tests.support.roles import wait_until
 MUTANTS = {
     "test_b03_descriptors_do_not_grow_with_tensors_or_versions": Mutant(
         "busync/session.py",
-        "self.segments.pop(segment, None)",
-        "self.segments.get(segment)",
+        "self.segments.pop(segment).close()",
+        "self.segments[segment].close()",
         "a reader keeps the descriptor of every segment that it ever had",
     ),
     "test_b04_a_kept_tensor_costs_memory_and_no_descriptor": Mutant(
         "busync/session.py",
-        "self.segment.nbytes, keep=self,",
-        "self.segment.nbytes, keep=(self, self.segment.fd.dup()),",
+        "private.map(keep=self)",
+        "private.map(keep=(self, segment.fd.dup()))",
         "each mapping in place keeps a descriptor",
     ),
     "test_b05_tensors_are_no_mappings": Mutant(

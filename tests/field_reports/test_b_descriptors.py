@@ -34,8 +34,8 @@ from tests.support.roles import PublisherRole, SubscriberRole, soon, wait_until
 MUTANTS = {
     "test_b23_a_version_is_one_descriptor_however_many_tensors": Mutant(
         "busync/server.py",
-        "self._send_door(session, encode(message), segment.fd)",
-        "[self._send_door(session, encode(message), segment.fd) for _ in range(3)]",
+        "self._send_door(session, encode(message), segment.host.fd)",
+        "[self._send_door(session, encode(message), segment.host.fd) for _ in range(3)]",
         "the descriptors of a version grow with its tensors",
     ),
     "test_b24_a_descriptor_stays_with_its_message": Mutant(
@@ -57,7 +57,7 @@ MUTANTS = {
         "a turn blocks the loop",
     ),
     "test_b26_a_cancelled_fetch_leaves_nothing": Mutant(
-        "busync/subscriber.py",
+        "busync/asking.py",
         "        finally:\n            self._remove(waiter)\n            # An exception",
         "        finally:\n            # An exception",
         "who was cancelled stays in the list of those that wait",

@@ -53,10 +53,22 @@ MUTANTS = {
         "busync/protocol/publisher.py", "digest == topic.digested[1]", "False",
         "an exporter that ships the same bytes every time goes unnoticed",
     ),
-    "test_b65_an_edit_in_place_reaches_nobody": Mutant(
-        "busync/handles/memory.py", "mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, PrivateMapping",
-        "mmap.PROT_READ, mmap.MAP_SHARED, PrivateMapping",
-        "an edit in place ends the process",
+    "test_b65_an_edit_in_place_reaches_nobody": (
+        Mutant(
+            "busync/handles/memory.py", "mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, mmap.mmap",
+            "mmap.PROT_READ, mmap.MAP_SHARED, mmap.mmap",
+            "an edit in place ends the process",
+        ),
+        Mutant(
+            "busync/handles/private.py", "if not self._pagemap.untouched(address_of(mapping), self.nbytes):",
+            "if False:",
+            "a mapping that was written to is used again",
+        ),
+        Mutant(
+            "busync/handles/private.py", "lent._last = _Last(mapping, self, keep)",
+            "lent._last = _Last(mapping, self, keep); self._kept.append(mapping)",
+            "a mapping that tensors refer to is used again",
+        ),
     ),
     "test_b67_the_target_is_found_at_the_moment_of_the_load": Mutant(
         LOAD, "for name, tensor in module.state_dict(keep_vars=True).items()",
@@ -69,7 +81,7 @@ MUTANTS = {
         "only parameters are published",
     ),
     "test_b69_twenty_loads_change_values_and_nothing_else": Mutant(
-        LOAD, "                elif target.is_cpu:\n", "                elif target.requires_grad_():\n",
+        LOAD, "copy(target, source)", "target.set_(source)",
         "a load changes more than values",
     ),
 }  # fmt: skip

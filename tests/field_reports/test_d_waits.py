@@ -60,7 +60,7 @@ MUTANTS = {
             "a wait that was in vain says nothing",
         ),
         Mutant(
-            "busync/subscriber.py", "        return WaitTimeout(f", "        raise TimeoutError(f",
+            "busync/asking.py", "        return WaitTimeout(f", "        raise TimeoutError(f",
             "a reader's error is bare",
         ),
     ),
@@ -314,7 +314,7 @@ def test_b50_a_failed_adoption_leaves_the_old_version_in_place(monkeypatch: pyte
         raised(MismatchError, lambda: sub.next(timeout=5).load_into(module))
         unchanged(1)
         pub.publish(patterns.state(1, 3))
-        for target in ("busync.session.AttachedSegment.readonly", "busync.session.map_private"):  # map
+        for target in ("busync.session.AttachedSegment.readonly", "busync.handles.private.map_private"):  # map
             with monkeypatch.context() as patch:
                 patch.setattr(target, fail)
                 if target.endswith("readonly"):

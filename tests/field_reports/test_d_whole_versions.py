@@ -45,8 +45,8 @@ MUTANTS = {
             "a version is announced while workers still copy it",
         ),
         Mutant(
-            PUBLISHING, "                await _copy(server, planned, segment)\n",
-            "                server.loop.create_task(_copy(server, planned, segment))\n",
+            PUBLISHING, "            await _copy(server, planned, await _memory(server, reserved), queued)\n",
+            "            server.loop.create_task(_copy(server, planned, await _memory(server, reserved), queued))\n",
             "a version is announced before its copy has begun",
         ),
     ),

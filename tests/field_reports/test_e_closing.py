@@ -47,7 +47,7 @@ MUTANTS = {
     ),
     "test_b90_a_subscriber_refuses_other_threads": (
         Mutant(
-            "busync/subscriber.py", "        running = asyncio._get_running_loop()\n",
+            "busync/asking.py", "        running = asyncio._get_running_loop()\n",
             "        running = self._attachment.loop\n",
             "any thread may use the sockets of a subscriber",
         ),
@@ -57,7 +57,7 @@ MUTANTS = {
         ),
     ),
     "test_b94_made_before_its_loop_and_used_in_a_second_one": Mutant(
-        "busync/subscriber.py", "        running = asyncio._get_running_loop()\n",
+        "busync/asking.py", "        running = asyncio._get_running_loop()\n",
         "        running = self._attachment.loop\n",
         "a call on another loop waits for what nobody brings",
     ),

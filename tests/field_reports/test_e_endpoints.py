@@ -310,7 +310,8 @@ def test_b95_readers_follow_a_publisher_that_starts_again(
     for reader in readers:
         mapped = reader.call("mappings")
         reader.call("drop", newest=True)
-        assert reader.call("mappings") <= mapped - 2, "v9 or v1 is still mapped"
+        # What v1 was mapped to may be kept for a v2; nothing is kept of a session that has ended.
+        assert reader.call("mappings") <= mapped - 1, "v9 is still mapped"
 
 
 def test_b95_a_publisher_whose_directory_was_taken_leaves_its_successor_alone(cast: Cast, runtime_dir: Path) -> None:

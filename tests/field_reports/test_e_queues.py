@@ -68,7 +68,7 @@ MUTANTS = {
         "a send takes the signal of a Join, which then lies there unseen",
     ),
     "test_b93_a_long_timeout_keeps_nothing_alive": Mutant(
-        "busync/subscriber.py", "                snapshot = await future\n",
+        "busync/asking.py", "                snapshot = await future\n",
         "                self._attachment.loop.call_later(timeout or 0.0, future.done)\n"
         "                snapshot = await future\n",
         "the timer of a call keeps its result until it expires",

@@ -69,7 +69,7 @@ MUTANTS = {
         ),
     ),
     "test_b105_a_large_publish_leaves_every_loop_responsive": Mutant(
-        "busync/publishing.py", "if planned.manifest.nbytes <= SMALL_BYTES:", "if planned.manifest.nbytes >= 0:",
+        "busync/publishing.py", "if planned.manifest.nbytes <= SMALL_BYTES and", "if planned.manifest.nbytes >= 0 and",
         "large copies run on the publisher's loop",
     ),
     "test_b105_a_publish_cancelled_half_way_leaves_nothing": (

@@ -18,7 +18,7 @@ import torch
 
 from busync.errors import AllocationError, AttachError
 from tests.gpu import roles
-from tests.gpu.roles import Exporter, Importer
+from tests.gpu.roles import Bus, Exporter, Importer
 from tests.support.processes import Actor, Cast
 
 pytestmark = [
@@ -133,6 +133,20 @@ def test_the_count_follows_the_import(cast: Cast, exporter: Actor) -> None:
     importer.call("close")
     assert exporter.call("count", sent) in (0, None)
     assert exporter.call("allocated") == 0
+
+
+def test_a_publisher_that_has_closed_leaves_no_counters(cast: Cast, runtime_dir: Path) -> None:
+    """Its process is a child of multiprocessing, which ends without a word to torch."""
+    publisher, reader = begin(cast, Bus), begin(cast, Bus)
+    publisher.call("serve", str(runtime_dir / "bus"))
+    reader.call("follow", str(runtime_dir / "bus"))
+    publisher.call("publish", 7.0)
+    assert reader.call("value") == 7.0
+    assert [name for name in files() if name.startswith(f"torch_{publisher.pid}_")] != []
+    reader.call("end")
+    publisher.call("settle")
+    publisher.call("end")
+    assert [name for name in files() if name.startswith(f"torch_{publisher.pid}_")] == []
 
 
 def test_a_view_keeps_a_version_and_the_import_outlives_it(cast: Cast, exporter: Actor) -> None:

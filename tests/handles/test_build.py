@@ -5,7 +5,7 @@ import gc
 import io
 import mmap
 import weakref
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from torch import nn
 from busync.errors import ClosedError, HandleError
 from busync.handles import (
     LoanBuffer,
+    PrivateMappings,
     TensorBuilder,
     create_segment,
     flatten,
     like_plan,
-    map_private,
     open_segment,
     plan,
 )
@@ -28,17 +28,17 @@ from busync.manifest import GroupSpec, Manifest, TensorSpec
 PAGE = mmap.PAGESIZE
 
 
-def published() -> tuple[TensorBuilder, weakref.ref[mmap.mmap], dict[str, TensorSpec]]:
+def published() -> tuple[TensorBuilder, weakref.ref[Any], dict[str, TensorSpec]]:
     """A builder over a private mapping with a, b (tied) and c; nothing else refers to the mapping."""
     weight = torch.arange(6.0).view(2, 3)
     planned = plan(flatten({"a": weight, "b": weight, "c": torch.ones(4), "empty": torch.empty(0)}))
     segment = create_segment(open_segment("busync-test"), PAGE)
     for job in planned.jobs(segment.mapping, 1):
         job()
-    mapping = map_private(segment.fd, PAGE)
+    memory = PrivateMappings(segment.fd, PAGE).map()  # without prepare(): nothing is kept
     segment.fd.close()
-    builder = TensorBuilder(mapping, planned.manifest)
-    return builder, weakref.ref(cast("mmap.mmap", mapping.obj)), {spec.name: spec for spec in planned.manifest.tensors}
+    builder = TensorBuilder(memory, planned.manifest)
+    return builder, weakref.ref(memory.obj), {spec.name: spec for spec in planned.manifest.tensors}
 
 
 def test_the_mapping_lives_as_long_as_any_tensor() -> None:
@@ -138,14 +138,14 @@ def loan() -> LoanBuffer:
     segment = create_segment(open_segment("busync-test"), PAGE)
     segment.fd.close()
     module = nn.Linear(3, 2)
-    return LoanBuffer(segment.mapping, like_plan(module))
+    return LoanBuffer(TensorBuilder(segment.mapping, like_plan(module)))
 
 
 def test_a_loan_is_written_in_place() -> None:
     segment = create_segment(open_segment("busync-test"), PAGE)
     segment.fd.close()
     manifest = like_plan({"w": ("float32", (2,))})
-    buffer = LoanBuffer(segment.mapping, manifest)
+    buffer = LoanBuffer(TensorBuilder(segment.mapping, manifest))
     buffer.tensors["w"].copy_(torch.tensor([1.0, 2.0]))
     assert bytes(segment.mapping[:8]) == bytes(torch.tensor([1.0, 2.0]).view(torch.uint8).tolist())
     assert not buffer.tensors["w"].requires_grad

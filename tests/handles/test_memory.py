@@ -17,6 +17,7 @@ import pytest
 from busync.errors import AllocationError, AttachError, FdError
 from busync.fds import SEALS, OwnedFd, open_fds
 from busync.handles import (
+    PrivateMappings,
     Segment,
     check_segment,
     create_segment,
@@ -165,7 +166,7 @@ def test_a_mapping_holds_and_lets_go(segment: Segment) -> None:
     lease = Lease()
     at_its_end: list[list[str]] = []
     weakref.finalize(lease, lambda: at_its_end.append(mapped()))
-    mapping = map_private(segment.fd, PAGE, keep=lease)
+    mapping = PrivateMappings(segment.fd, PAGE).map(keep=lease)  # without prepare(): nothing is kept
     view = memoryview(mapping)
     del lease, mapping
     assert mapped() == ["rw-p", "rw-s"]
@@ -189,7 +190,7 @@ def test_a_mapping_in_a_cycle_lets_go_after_the_finalizers_of_the_cycle(segment:
     segment.mapping[:4] = b"here"
     said: list[Any] = []
     lease = Lease()
-    mapping = map_private(segment.fd, PAGE, keep=lease)
+    mapping = PrivateMappings(segment.fd, PAGE).map(keep=lease)
     weakref.finalize(lease, lambda: said.append(mapped()))
     Agent(memoryview(mapping))
     del lease, mapping

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from busync.errors import AllocationError, ClosedError
-from busync.handles import Segment, create_segment, expect_large, map_private, open_segment, unmapping
-from busync.handles.unmapper import LARGE_BYTES
+from busync.errors import ClosedError
+from busync.handles import PrivateMappings, Segment, create_segment, open_segment, unmapping
+from busync.handles.unmapper import LARGE_BYTES, expect
 from tests.forking import check_in_child
 
 
@@ -31,7 +31,12 @@ def segment() -> Iterator[Segment]:
 
 
 def large(segment: Segment, keep: object = None) -> memoryview:
-    return map_private(segment.fd, LARGE_BYTES, keep, large=expect_large(LARGE_BYTES))
+    """Bytes of a mapping that is not kept, as nothing is told of the others."""
+    mappings = PrivateMappings(segment.fd, LARGE_BYTES)
+    mappings.prepare()
+    memory = mappings.map(keep)
+    mappings.end()
+    return memory
 
 
 def mapped() -> int:
@@ -99,7 +104,7 @@ def test_an_interruption_as_the_thread_is_started_does_not_stop_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            expect_large(LARGE_BYTES)
+            expect()
     memory = large(segment)
     assert threads() == 1
     del memory
@@ -109,9 +114,29 @@ def test_an_interruption_as_the_thread_is_started_does_not_stop_the_next(
 def test_a_mapping_that_cannot_be_made_is_not_waited_for(segment: Segment) -> None:
     closed = segment.fd.dup()
     closed.close()
-    assert expect_large(LARGE_BYTES)
-    with pytest.raises((AllocationError, ClosedError, OSError)):
-        map_private(closed, LARGE_BYTES, large=True)
+    mappings = PrivateMappings(closed, LARGE_BYTES)
+    mappings.prepare()
+    assert threads() == 1
+    with pytest.raises(ClosedError):
+        mappings.map()
+    del mappings
+    assert eventually(lambda: threads() == 0)
+
+
+def test_an_owner_that_many_threads_prepare_is_expected_once(segment: Segment) -> None:
+    owner, barrier = [PrivateMappings(segment.fd, LARGE_BYTES)], threading.Barrier(8)
+
+    def prepare() -> None:
+        barrier.wait()
+        owner[0].prepare()
+
+    workers = [threading.Thread(target=prepare) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert threads() == 1
+    owner.clear()
     assert eventually(lambda: threads() == 0)
 
 

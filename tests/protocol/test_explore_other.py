@@ -29,13 +29,23 @@ ALL_FAULTS: dict[str, Any] = {"faults": 6}
     [
         (CALM, {}),
         (CALM | {"reduced": False}, {"reduced": True}),
-        ({"publishes": 3, "max_segments": 2}, {}),
+        ({"publishes": 3, "max_segments": 2, "max_held": 1}, {}),
         (CALM | {"topics": 2}, {}),
         (CALM | {"layouts": 2, "acks": True}, {}),
+        (CALM | {"copies": True}, {}),
         ({"publishes": 1, "withdrawals": 1, "cancels": 1, "digests": True}, {}),
         (ANY_FAULT, ALL_FAULTS),
     ],
-    ids=["calm", "nothing left out", "waits", "topics", "acks", "withdrawals, cancels, digests", "any one fault"],
+    ids=[
+        "calm",
+        "nothing left out",
+        "waits",
+        "topics",
+        "acks",
+        "copies",
+        "withdrawals, cancels, digests",
+        "any one fault",
+    ],
 )
 def test_no_view_of_two_readers_is_lost(limits: dict[str, Any], more: dict[str, Any]) -> None:
     assert missing(limits, more) == 0

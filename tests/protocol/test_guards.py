@@ -14,7 +14,7 @@ from busync.ids import Version
 from busync.options import PublisherOptions
 from busync.protocol.guards import GUARDS
 from busync.protocol.subscriber import SubscriberProtocol
-from busync.wire import Announce, Joined, Release, Segment, Want, Welcome, encode
+from busync.wire import WIRE_VERSION, Announce, Joined, Release, Segment, Want, Welcome, encode
 from tests.protocol.harness import PeerNet
 from tests.protocol.subscriber_process import SubscriberProcess
 from tests.protocol.world import Fault, layout_for, one_by_one, require
@@ -163,7 +163,7 @@ def a_publisher_goes_back_to_an_older_version() -> None:
     core = SubscriberProtocol("default", "")
     manifest = layout_for(64, 1)
     core.start()
-    core.receive_door(Welcome(wire=1, incarnation=1, token=b"t" * 16, slot=1, max_held=2))
+    core.receive_door(Welcome(wire=WIRE_VERSION, incarnation=1, token=b"t" * 16, slot=1, max_held=2))
     core.receive_bus(Joined(incarnation=1))
     core.receive_bus(one_by_one(manifest, core.incarnation)[0])  # type: ignore[arg-type]
     core.receive_door(Segment(incarnation=1, segment=1, nbytes=64))

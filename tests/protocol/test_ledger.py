@@ -48,7 +48,7 @@ MUTANTS = {
             "a loan that a tensor still refers to is written again",
         ),
         _mutant(
-            "                self.dropped.append(entry.segment)\n                self.abandoned += 1",
+            "                self._drop(entry.segment)\n                self.abandoned += 1",
             "                self.abandoned += 1",
             "an abandoned segment stays in the pool",
         ),
@@ -117,11 +117,22 @@ MUTANTS = {
     "test_sizes_that_fit_are_reused_and_others_make_room_when_the_pool_is_full": (
         _mutant("nbytes <= size <= 2 * nbytes", "nbytes <= size", "a large segment is spent on a small version"),
         _mutant("nbytes <= size <= 2 * nbytes", "size <= 2 * nbytes", "a version is put where it does not fit"),
-        _mutant("            self.dropped.append(unfit)\n", "", "a segment that made room is never freed"),
+        _mutant("            self._drop(unfit)\n", "", "a segment that made room is never freed"),
         _mutant("if self.pooled >= self.max_segments:", "if False:", "the pool has no bound"),
     ),
     "test_a_version_without_bytes_needs_no_segment": _mutant(
-        "        if nbytes == 0:\n", "        if nbytes < 0:\n", "a version without bytes takes a segment"
+        "        if nbytes == 0 and not devices:\n",
+        "        if nbytes < 0:\n",
+        "a version without bytes takes a segment",
+    ),
+    "test_memory_on_other_devices_does_not_fit": (
+        _mutant(" and _fits(devices, self.devices.get(segment, ()))", "", "a version is put on the wrong device"),
+        _mutant("nbytes <= sizes.get(device, 0) <= 2", "sizes.get(device, 0) <= 2", "it is put where it does not fit"),
+        _mutant("    if len(devices) != len(found):\n        return False\n", "", "memory of a device lies idle"),
+        _mutant("        self.devices.pop(segment, None)\n", "", "the books keep what was dropped"),
+    ),
+    "test_a_worn_segment_is_replaced_once_nobody_reads_it": _mutant(
+        " and entry.segment not in self.worn:", ":", "exports of a segment pile up for ever"
     ),
     "test_the_oldest_retired_version_is_abandoned_first_even_if_its_loan_is_younger": (
         _mutant(
@@ -360,6 +371,61 @@ def test_a_version_without_bytes_needs_no_segment() -> None:
     entries = [published(ledger, i, 0) for i in range(1, 9)]
     assert {e.segment for e in entries} == {0}
     assert ledger.pooled == 0
+
+
+def on_devices(ledger: Ledger, nbytes: int, *devices: tuple[str, int]) -> Entry:
+    entry = ledger.take(nbytes, State.WRITING, devices)
+    assert entry is not None
+    ledger.validate()
+    return entry
+
+
+def test_memory_on_other_devices_does_not_fit() -> None:
+    ledger = new_ledger(max_segments=1)
+
+    def again(nbytes: int, *devices: tuple[str, int]) -> int:
+        """The segment that takes a version's place after it."""
+        entry = on_devices(ledger, nbytes, *devices)
+        assert not entry.fresh or entry.devices == devices
+        assert ledger.commit(entry, Version(entry.segment), b"", "")
+        ledger.step(entry, Event.SUPERSEDE)
+        ledger.step(entry, Event.SETTLE)
+        ledger.validate()
+        return entry.segment
+
+    assert [again(64, ("a", 10)), again(64, ("a", 10)), again(33, ("a", 6))] == [1, 1, 1]
+    assert again(64, ("a", 4)) == 2, "more than twice as large"
+    assert again(64, ("a", 5)) == 3, "too small"
+    assert again(64, ("b", 5)) == 4, "on another device"
+    assert again(64) == 5, "on no device"
+    assert again(64, ("a", 5), ("b", 5)) == 6
+    assert again(64, ("b", 5), ("a", 5)) == 6, "the order does not matter"
+    assert again(64, ("b", 5)) == 7, "not on both"
+    assert again(0, ("b", 5)) == 8, "nothing on the host"
+    assert again(0, ("b", 5)) == 8
+    assert ledger.dropped == [1, 2, 3, 4, 5, 6, 7]
+    assert ledger.devices == {8: (("b", 5),)}
+
+
+def test_a_worn_segment_is_replaced_once_nobody_reads_it() -> None:
+    ledger = new_ledger()
+    first = on_devices(ledger, 0, ("a", 10))
+    assert ledger.commit(first, Version(1), b"", "")
+    lease = ledger.grant(first, LeaseId(1), SessionId(1), 1)
+    ledger.worn.add(first.segment)
+    second = on_devices(ledger, 0, ("a", 10))
+    assert ledger.commit(second, Version(2), b"", "")
+    assert (ledger.dropped, first.state) == ([], State.RETIRED)
+    ledger.end_lease(lease)
+    ledger.validate()
+    assert ledger.dropped == [1]
+    assert on_devices(ledger, 0, ("a", 10)).segment == 3
+
+
+def test_memory_that_cannot_be_had_leaves_no_trace() -> None:
+    ledger = new_ledger()
+    ledger.forget(on_devices(ledger, 0, ("a", 10)))
+    assert (ledger.devices, ledger.pooled) == ({}, 0)
 
 
 def test_the_oldest_retired_version_is_abandoned_first_even_if_its_loan_is_younger() -> None:

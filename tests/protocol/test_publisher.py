@@ -13,6 +13,7 @@ from busync.protocol import effects as fx
 from busync.protocol.ledger import State
 from busync.protocol.publisher import GREETING_TIMEOUT, MAX_TOPICS, PublisherProtocol
 from busync.wire import (
+    WIRE_VERSION,
     Abandon,
     Ack,
     Announce,
@@ -49,7 +50,7 @@ class Bench:
 
     def join(self, name: str = "me") -> SessionId:
         session = self.core.connected(11, 0, TOKEN, self.now)
-        self.say(session, Hello(wire=1, topic=TOPIC, name=name))
+        self.say(session, Hello(wire=WIRE_VERSION, topic=TOPIC, name=name))
         self.core.joined(session, self.now)
         self.effects()
         return session
@@ -91,8 +92,8 @@ class Bench:
 def test_hello_is_answered_with_welcome_and_join_with_joined() -> None:
     bench = Bench()
     session = bench.core.connected(11, 0, TOKEN, bench.now)
-    bench.say(session, Hello(wire=1, topic=TOPIC, name=""))
-    welcome = Welcome(wire=1, incarnation=9, token=TOKEN, slot=1, max_held=2)
+    bench.say(session, Hello(wire=WIRE_VERSION, topic=TOPIC, name=""))
+    welcome = Welcome(wire=WIRE_VERSION, incarnation=9, token=TOKEN, slot=1, max_held=2)
     assert bench.effects() == [fx.WriteBoard(1, Version(0)), fx.SendDoor(session, welcome)]
     for _ in range(2):
         bench.core.joined(session, bench.now)
@@ -104,13 +105,13 @@ def test_hello_is_answered_with_welcome_and_join_with_joined() -> None:
 def test_another_wire_version_is_refused_and_whatever_follows_is_ignored() -> None:
     bench = Bench()
     session = bench.core.connected(11, 0, TOKEN, bench.now)
-    bench.say(session, Hello(wire=2, topic=TOPIC, name="old"))
+    bench.say(session, Hello(wire=WIRE_VERSION + 1, topic=TOPIC, name="old"))
     send, end = bench.effects()
     assert isinstance(send, fx.SendDoor)
     assert isinstance(send.message, Refuse)
     assert send.message.code == "wire-version"
     assert isinstance(end, fx.EndSession)
-    bench.say(session, Hello(wire=1, topic=TOPIC, name="old"))
+    bench.say(session, Hello(wire=WIRE_VERSION, topic=TOPIC, name="old"))
     bench.core.joined(session, bench.now)
     assert bench.effects() == []
     assert bench.core.topics == {}
@@ -121,9 +122,9 @@ def test_a_second_hello_and_anything_before_the_first_are_violations() -> None:
     session = bench.core.connected(11, 0, TOKEN, bench.now)
     with pytest.raises(ViolationError, match="Ack before Hello"):
         bench.say(session, Ack(version=1))
-    bench.say(session, Hello(wire=1, topic=TOPIC, name=""))
+    bench.say(session, Hello(wire=WIRE_VERSION, topic=TOPIC, name=""))
     with pytest.raises(ViolationError, match="a second Hello"):
-        bench.say(session, Hello(wire=1, topic=TOPIC, name=""))
+        bench.say(session, Hello(wire=WIRE_VERSION, topic=TOPIC, name=""))
 
 
 @pytest.mark.parametrize("greet", [False, True])
@@ -132,7 +133,7 @@ def test_who_says_nothing_is_ended_once(greet: bool) -> None:
     session = bench.core.connected(11, 0, TOKEN, bench.now)
     bench.now += 1
     if greet:
-        bench.say(session, Hello(wire=1, topic=TOPIC, name=""))
+        bench.say(session, Hello(wire=WIRE_VERSION, topic=TOPIC, name=""))
     bench.effects()
     deadline = bench.core.deadline()
     assert deadline == 100 + GREETING_TIMEOUT + greet
@@ -151,7 +152,7 @@ def test_topics_run_out_and_unused_ones_are_given_back() -> None:
     bench = Bench()
     sessions = [bench.core.connected(11, 0, TOKEN, bench.now) for _ in range(MAX_TOPICS + 1)]
     for i, session in enumerate(sessions):
-        bench.say(session, Hello(wire=1, topic=f"t{i}", name=""))
+        bench.say(session, Hello(wire=WIRE_VERSION, topic=f"t{i}", name=""))
     *_, refusal, _ = bench.effects()
     assert isinstance(refusal, fx.SendDoor)
     assert isinstance(refusal.message, Refuse)
@@ -166,7 +167,7 @@ def test_a_publish_takes_the_place_of_a_topic_that_readers_alone_asked_for() -> 
     bench = Bench()
     sessions = [bench.core.connected(11, 0, TOKEN, bench.now) for _ in range(MAX_TOPICS)]
     for i, session in enumerate(sessions):
-        bench.say(session, Hello(wire=1, topic=f"t{i}", name=""))
+        bench.say(session, Hello(wire=WIRE_VERSION, topic=f"t{i}", name=""))
     bench.effects()
     for i in range(MAX_TOPICS):
         bench.core.reserve(f"mine{i}", 64, State.WRITING, bench.now)
@@ -183,7 +184,7 @@ def test_a_refusal_fits_the_wire_whatever_the_name() -> None:
     for i in range(MAX_TOPICS):
         bench.core.topic(f"t{i}")
     session = bench.core.connected(11, 0, TOKEN, bench.now)
-    bench.say(session, Hello(wire=1, topic="\u00e9" * 100, name=""))
+    bench.say(session, Hello(wire=WIRE_VERSION, topic="\u00e9" * 100, name=""))
     (send,) = bench.only(fx.SendDoor)
     assert decode_door_down(encode(send.message)) == send.message
 
@@ -193,7 +194,7 @@ def test_unprintable_names_reach_neither_logs_nor_status() -> None:
     for topic, name in (("\U000e0001" * 50, ""), ("default", "a\nb")):
         session = bench.core.connected(11, 0, TOKEN, bench.now)
         with pytest.raises(ViolationError, match="printable"):
-            bench.say(session, Hello(wire=1, topic=topic, name=name))
+            bench.say(session, Hello(wire=WIRE_VERSION, topic=topic, name=name))
 
 
 def test_a_topic_with_a_loan_or_a_version_stays() -> None:
@@ -584,6 +585,28 @@ def test_wait_for_releases() -> None:
     assert bench.only(fx.WaitDone) == []
     bench.say(session, Release(lease=lease))
     assert bench.effects() == [fx.WaitDone(wait, ("a",), (), (), ())]
+
+
+def test_leases_end_with_a_want_before_it_is_answered() -> None:
+    bench = Bench(max_segments=2, lease_timeout=50.0)
+    session, other = bench.join("a"), bench.join("b")
+    bench.publish()
+    lease, theirs = bench.hold(session, 1).lease, bench.hold(other, 1).lease
+    bench.publish()
+    everybody = bench.core.attached(TOPIC)
+    wait = bench.core.wait(TOPIC, Version(1), "released", None, everybody, bench.now + 30)
+    bench.effects()
+    bench.core.reserve(TOPIC, 64, State.WRITING, bench.now)
+    assert bench.effects() == [], "the publish waits for a segment"
+    bench.say(session, Want(number=2, have=1, released=(lease, theirs, 999)))
+    (announce,) = bench.only(fx.SendBus)
+    assert isinstance(announce.message, Announce)
+    assert announce.message.version == 2
+    assert bench.core.sessions[other].leases, "another session's lease"
+    bench.say(other, Want(number=2, have=1, released=(theirs,)))
+    effects = bench.effects()
+    assert [type(effect) for effect in effects] == [fx.PushSegment, fx.SendBus, fx.Reserved, fx.WaitDone]
+    assert effects[-1] == fx.WaitDone(wait, ("a", "b"), (), (), ())
 
 
 def test_a_wait_times_out_is_cancelled_or_has_nobody_to_wait_for() -> None:

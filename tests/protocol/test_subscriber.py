@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 
 from busync.errors import ViolationError
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
-from busync.manifest import Manifest
+from busync.manifest import DeviceSpec, GroupSpec, Manifest, TensorSpec, make_manifest
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.wire import (
+    WIRE_VERSION,
     Ack,
     Announce,
+    DeviceSegment,
     Digest,
     Forget,
     Hello,
@@ -26,12 +29,13 @@ from busync.wire import (
     Want,
     Welcome,
     Withdraw,
+    manifest_parts,
 )
 from tests.protocol.world import layout_for, one_by_one
 
 ONE = Incarnation(1)
 LAYOUT = layout_for(128, 2)
-WELCOME = Welcome(wire=1, incarnation=ONE, token=b"t" * 16, slot=3, max_held=2)
+WELCOME = Welcome(wire=WIRE_VERSION, incarnation=ONE, token=b"t" * 16, slot=3, max_held=2)
 SEGMENT = Segment(incarnation=ONE, segment=7, nbytes=4096)
 PARTS = one_by_one(LAYOUT, ONE)
 
@@ -62,14 +66,16 @@ def attached(*, digests: bool = False) -> SubscriberProtocol:
     return core
 
 
-def feed(core: SubscriberProtocol, *messages: Segment | Forget | ManifestPart | Announce) -> list[fx.SubscriberEffect]:
+def feed(
+    core: SubscriberProtocol, *messages: Segment | DeviceSegment | Forget | ManifestPart | Announce
+) -> list[fx.SubscriberEffect]:
     for message in messages:
-        if isinstance(message, Segment | Forget):
+        if isinstance(message, Segment | DeviceSegment | Forget):
             core.receive_door(message)
         else:
             core.receive_bus(message)
         core.validate()
-    return [effect for effect in core.take_effects() if not isinstance(effect, fx.TakeSegment)]
+    return [effect for effect in core.take_effects() if not isinstance(effect, fx.TakeSegment | fx.TakeDevice)]
 
 
 def adopted() -> SubscriberProtocol:
@@ -84,7 +90,7 @@ def test_a_session_begins_with_hello_and_is_attached_by_joined_once() -> None:
     core.demand(Version(0))
     assert core.take_effects() == [], "nothing is asked before the session is attached"
     core.start()
-    assert core.take_effects() == [fx.ToDoor(Hello(wire=1, topic="default", name="me"))]
+    assert core.take_effects() == [fx.ToDoor(Hello(wire=WIRE_VERSION, topic="default", name="me"))]
     core.receive_door(WELCOME)
     assert core.take_effects() == [fx.ConnectBus(b"t" * 16, ONE, 3)]
     core.receive_bus(Joined(incarnation=ONE))
@@ -101,7 +107,7 @@ def test_another_wire_version_is_rejected() -> None:
     core = SubscriberProtocol("default", "me")
     core.start()
     core.take_effects()
-    core.receive_door(Welcome(wire=2, incarnation=ONE, token=b"t" * 16, slot=3, max_held=2))
+    core.receive_door(Welcome(wire=WIRE_VERSION + 1, incarnation=ONE, token=b"t" * 16, slot=3, max_held=2))
     (effect,) = core.take_effects()
     assert isinstance(effect, fx.Rejected)
     assert effect.code == "wire-version"
@@ -124,6 +130,51 @@ def test_descriptor_manifest_and_announce_are_joined_in_any_order_of_the_channel
     assert effects == [granted()]
     assert core.leases == {5: 1}
     assert core.adopted == 1
+
+
+A, B = "0000000a-0000-4000-8000-000000000000", "0000000b-0000-4000-8000-000000000000"
+MIXED = make_manifest(
+    64, (GroupSpec(0, 64), GroupSpec(0, 64, 1), GroupSpec(0, 64, 2)),
+    tuple(TensorSpec(f"t{i}", "float32", (4,), (1,), i, 0, False, False) for i in range(3)),
+    (DeviceSpec(A, 64), DeviceSpec(B, 64)),
+)  # fmt: skip
+
+
+def on_device(device: str, nbytes: int = 64, segment: int = 7) -> DeviceSegment:
+    return DeviceSegment(incarnation=ONE, segment=segment, device=device, nbytes=nbytes, handle={"slot": 1})
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("sabm")))
+def test_a_version_is_complete_when_its_memory_is_here_on_every_device(order: tuple[str, ...]) -> None:
+    core = attached()
+    core.demand(Version(0))
+    core.take_effects()
+    bus = [*manifest_parts(MIXED, ONE), announce(layout=MIXED.digest)]
+    messages: dict[str, list[Any]] = {"s": [SEGMENT], "a": [on_device(A)], "b": [on_device(B)], "m": bus}
+    for key in order[:-1]:
+        assert feed(core, *messages[key]) == []
+    assert feed(core, *messages[order[-1]]) == [granted(manifest=MIXED)]
+    assert feed(core, Forget(incarnation=ONE, segments=(7,))) == [fx.ForgetSegments((SegmentId(7),))]
+    assert (core.segments, core.devices) == ({}, {})
+
+
+def test_memory_on_a_device_is_taken_once_and_only_of_this_incarnation() -> None:
+    core = attached()
+    core.receive_door(msgspec.structs.replace(on_device(A), incarnation=ONE + 1))
+    assert core.take_effects() == []
+    core.receive_door(on_device(A))
+    core.receive_door(on_device(B))
+    assert core.take_effects() == [fx.TakeDevice(SegmentId(7), d, 64, {"slot": 1}) for d in (A, B)]
+    with pytest.raises(ViolationError, match="second time"):
+        core.receive_door(on_device(A))
+
+
+def test_memory_on_a_device_that_is_too_small_is_a_violation() -> None:
+    core = attached()
+    core.demand(Version(0))
+    feed(core, SEGMENT, on_device(A), on_device(B, nbytes=63), *manifest_parts(MIXED, ONE))
+    with pytest.raises(ViolationError, match="64 bytes in a segment of 63"):
+        feed(core, announce(layout=MIXED.digest))
 
 
 def test_a_segment_of_this_incarnation_is_taken_and_no_other() -> None:
@@ -232,6 +283,34 @@ def test_one_want_at_a_time() -> None:
     assert core.take_effects() == [fx.ToDoor(Withdraw(number=2))]
 
 
+def test_a_lease_that_is_not_needed_ends_with_the_next_want() -> None:
+    core = adopted()
+    core.take_effects()
+    assert (core.held, core.taken) == (1, 1)
+    core.spared(LeaseId(5))
+    core.spared(LeaseId(99))
+    assert (core.held, core.taken, core.leases) == (0, 0, {5: 1})
+    assert core.take_effects() == [], "nothing is said for it alone"
+    core.demand(Version(1))
+    assert core.take_effects() == [fx.ToDoor(Want(number=2, have=1, released=(5,)))]
+    core.validate()
+    assert core.leases == {}
+    core.ended(LeaseId(5))
+    core.spared(LeaseId(5))
+    core.demand(Version(2))
+    assert core.take_effects() == [fx.ToDoor(Withdraw(number=2)), fx.ToDoor(Want(number=3, have=2))]
+
+
+def test_a_lease_that_has_ended_first_is_not_said_again() -> None:
+    core = adopted()
+    core.take_effects()
+    core.spared(LeaseId(5))
+    core.ended(LeaseId(5))
+    core.validate()
+    core.demand(Version(1))
+    assert core.take_effects() == [fx.ToDoor(Want(number=2, have=1))]
+
+
 def test_what_was_withdrawn_is_never_granted() -> None:
     core = attached()
     core.demand(Version(0))
@@ -303,7 +382,7 @@ def test_a_new_incarnation_starts_at_its_first_version() -> None:
     core = adopted()
     core.stop()
     core.start()
-    core.receive_door(Welcome(wire=1, incarnation=2, token=b"t" * 16, slot=1, max_held=2))
+    core.receive_door(Welcome(wire=WIRE_VERSION, incarnation=2, token=b"t" * 16, slot=1, max_held=2))
     assert (core.incarnation, core.adopted) == (2, 0)
 
 

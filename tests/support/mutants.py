@@ -28,7 +28,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("tests/field_reports/test_*.py", "tests/protocol/test_ledger.py")
+FILES = ("tests/field_reports/test_*.py", "tests/protocol/test_ledger.py", "tests/cuda/test_[bp]*.py")
 NEEDED = ("busync", "tests", "bin", "docs", "examples", "pyproject.toml", "README.md", "Makefile")
 TEST_TIMEOUT = 30  #: seconds that one test may take before pytest fails it
 RUN_TIMEOUT = 90.0  #: seconds that one run may take before it is ended

@@ -22,7 +22,7 @@ def warm_up() -> None:
     content_digest(built)
     plan_load(1, planned.manifest, [torch.nn.Linear(3, 4)]).run(TensorBuilder(memory, planned.manifest))
     uvloop.new_event_loop().close()  # libuv keeps a pipe for signals for good
-    loan = LoanBuffer(memory, planned.manifest)
+    loan = LoanBuffer(TensorBuilder(memory, planned.manifest))
     loan.drop()
     loan.in_use()
     torch.equal(torch.arange(10, dtype=torch.int64).to(torch.float32).mul_(2), torch.zeros(10))
