@@ -29,9 +29,9 @@ ALL_FAULTS: dict[str, Any] = {"faults": 6}
     [
         (CALM, {}),
         (CALM | {"reduced": False}, {"reduced": True}),
-        ({"publishes": 3, "max_segments": 2, "max_held": 1}, {}),
+        ({"publishes": 3, "max_segments": 2}, {}),
         (CALM | {"topics": 2}, {}),
-        (CALM | {"layouts": 2, "acks": True}, {}),
+        ({"publishes": 1, "acks": True}, {}),
         (CALM | {"copies": True}, {}),
         ({"publishes": 1, "withdrawals": 1, "cancels": 1, "digests": True}, {}),
         (ANY_FAULT, ALL_FAULTS),
