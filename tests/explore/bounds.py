@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from typing import Any, Final
@@ -108,6 +108,11 @@ def pair(a: str, b: str) -> Bound:
     """A world where two faults may come, once each."""
     limits: dict[str, Any] = {a: 1, b: 1}
     return Bound(name=f"{a} + {b}", publishes=2, **limits)
+
+
+def with_other(bound: Bound) -> Bound:
+    """The same world with any other reader, where each fault is limited by itself."""
+    return replace(bound, name=f"{bound.name}, any other reader", faults=len(FAULTS), other=True)
 
 
 #: What ``make test`` explores.
