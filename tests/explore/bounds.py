@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from typing import Any, Final
 
-#: What is limited, and how often it may happen in one run (0 to 3 each). A state carries what is left, two bits each.
+#: What is limited, and how often it may happen in one run (0 to 7 each). A state carries what is left, three bits each.
 KINDS: Final = (
     "publishes", "cancels", "withdrawals",
     "publisher_crashes", "reader_crashes", "forks", "lost_sessions", "repeats", "swaps",
 )  # fmt: skip
-SHIFT: Final = {kind: 2 * i for i, kind in enumerate(KINDS)}
+SHIFT: Final = {kind: 3 * i for i, kind in enumerate(KINDS)}
 FAULTS: Final = KINDS[3:]
 FIRST_FAULT: Final = SHIFT[FAULTS[0]]
-ALL_FAULTS: Final = 2 * len(KINDS)  #: the shift of how many faults may come in all, three bits
+EACH: Final = 7  #: the mask of three bits
+ALL_FAULTS: Final = 3 * len(KINDS)  #: the shift of how many faults may come in all, three bits
 BUDGET_BITS: Final = ALL_FAULTS + 3
 FREE: Final = -1  #: the shift of a step that costs nothing
 
@@ -23,7 +25,7 @@ def spend(budget: int, shift: int) -> int:
     """What is left after a step; -1 if the budget does not allow it."""
     if shift == FREE:
         return budget
-    if not budget >> shift & 3:
+    if not budget >> shift & EACH:
         return -1
     budget -= 1 << shift
     if shift >= FIRST_FAULT:
@@ -31,6 +33,14 @@ def spend(budget: int, shift: int) -> int:
         if not budget >> ALL_FAULTS:
             budget &= (1 << FIRST_FAULT) - 1
     return budget
+
+
+@cache
+def covers(more: int, less: int) -> bool:
+    """Whether everything that the second budget allows, the first one does."""
+    if more >> ALL_FAULTS < less >> ALL_FAULTS:
+        return False
+    return all(more >> shift & EACH >= less >> shift & EACH for shift in SHIFT.values())
 
 
 def calm(budget: int) -> bool:
@@ -62,6 +72,18 @@ class Bound:
     digests: bool = False  #: readers ask for content digests
     any_order: bool = False  #: messages of the two channels overtake each other without limit
     acks: bool = False  #: readers acknowledge what they adopt
+    copies: bool = False  #: readers copy what they adopt, and say so with their next Want
+    #: Instead of reader B there is any other reader: see ``other`` and ``views``. What others hold is taken apart into
+    #: sessions of one version each. That makes no difference as long as nobody is overdue when a publish has to wait:
+    #: the first that waits is the last here.
+    other: bool = False
+
+    def __post_init__(self) -> None:
+        if self.other:
+            assert self.publishes <= self.max_segments + 1, "it would matter who is overdue"
+            assert self.faults == len(FAULTS) > self.forks + self.repeats + self.swaps, (
+                "each fault by itself is limited"
+            )
 
     def budget(self) -> int:
         """What may happen, packed."""
@@ -88,17 +110,24 @@ def pair(a: str, b: str) -> Bound:
     return Bound(name=f"{a} + {b}", publishes=2, **limits)
 
 
+def with_other(bound: Bound) -> Bound:
+    """The same world with any other reader, where each fault is limited by itself."""
+    return replace(bound, name=f"{bound.name}, any other reader", faults=len(FAULTS), other=True)
+
+
 #: What ``make test`` explores.
 SMALL: Final = (
     Bound(name="three versions"),
     Bound(name="two topics", topics=2, max_segments=2),
     Bound(name="cancelled publishes", max_segments=2, cancels=1),
     Bound(name="layouts and acks", publishes=2, layouts=2, acks=True),
+    Bound(name="copies", publishes=2, copies=True),
     Bound(name="digests", publishes=2, digests=True),
     Bound(name="withdrawals", publishes=2, withdrawals=1),
     Bound(name="any order", publishes=2, any_order=True),
     Bound(name="fork, repetition or swap", publishes=2, faults=1, forks=1, repeats=1, swaps=1),
     world("any one fault", publishes=1, faults=1),
+    world("any other reader, two versions", publishes=2, other=True),
 )
 
 #: What ``make explore`` explores besides.
@@ -112,7 +141,14 @@ FULL: Final = (
     *(pair(a, b) for a, b in combinations(EVERY_FAULT, 2)),
     Bound(name="forks + repeats + swaps", publishes=2, forks=1, repeats=1, swaps=1),
     world("any three faults", publishes=1, faults=3),
-    world("all six faults", publishes=1),
+    world("any other reader", other=True),
+    world("any other reader, two segments", max_segments=2, other=True),
+    world("any other reader, two topics", topics=2, max_segments=2, other=True),
+    world("any other reader, withdrawn and cancelled", max_segments=2, withdrawals=1, cancels=1, other=True),
+    world("any other reader, any order", max_segments=2, any_order=True, swaps=0, other=True),
+    world("any other reader, layouts and acks", publishes=2, max_segments=2, layouts=2, acks=True, other=True),
+    world("any other reader, copies", max_segments=2, copies=True, other=True),
+    world("any other reader, digests", publishes=2, max_segments=2, digests=True, other=True),
 )
 
 #: Where switching off a guard shows: the smallest world with what it takes. Nothing is left out there, so that the

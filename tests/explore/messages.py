@@ -72,6 +72,6 @@ class Packets:
         message = self.message(packet)
         if message is None:
             return "the end of the door"
-        shown = {"number", "have", "lease", "leases", "version", "segment", "segments"}
+        shown = {"number", "have", "lease", "leases", "released", "version", "segment", "segments"}
         fields = [f"{name}={getattr(message, name)}" for name in message.__struct_fields__ if name in shown]
         return f"{type(message).__name__}({', '.join(fields)})"

@@ -50,6 +50,8 @@ def segments_at_publisher(state: PublisherState) -> int:
     used = {segment for segment, _ in state.pool}
     used.update(segment for session in state.sessions for segment in session.pushed)
     used.update(place.segment for session in state.sessions for _, place in session.leases)
+    used.update(other.entry.segment for other in state.others)
+    used.update(digest.entry.segment for digest in state.digests)  # perhaps given up meanwhile, and read all the same
     used.update(e.segment for topic in state.topics if topic for e in topic.entries)
     return mask_of(used)
 
@@ -65,7 +67,7 @@ def wants_at_side(side: Side, packets: Packets) -> int:
     used |= {reader.want[0]} if reader.want else set()
     for message in _messages(packets, side.link):
         used.update(getattr(message, name) for name in ("number", "lease") if hasattr(message, name))
-        used.update(getattr(message, "leases", ()))
+        used.update(getattr(message, "leases", ()), getattr(message, "released", ()))
     return mask_of(used)
 
 
@@ -92,7 +94,7 @@ def rename_message(packets: Packets, packet: Packet, want: Rename, segment: Rena
     for name, value in fields.items():
         if name in ("number", "lease"):
             fields[name] = want(value)
-        elif name == "leases":
+        elif name in ("leases", "released"):
             fields[name] = tuple(want(v) for v in value)
         elif name == "segment":
             fields[name] = segment(value)
@@ -112,6 +114,7 @@ def rename_side(side: Side, packets: Packets, slot: int, want: Rename, segment: 
     reader = reader._replace(
         number=want(reader.number),
         leases=tuple((want(lease), version) for lease, version in reader.leases),
+        spare=tuple(want(lease) for lease in reader.spare),
         segments=tuple(segment(s) for s in reader.segments),
         want=(want(reader.want[0]), reader.want[1]) if reader.want else None,
         announce=rename_message(packets, reader.announce, want, segment) if reader.announce else None,
@@ -161,6 +164,7 @@ def rename_segments(state: PublisherState, segment: Rename, following: int) -> P
         pool=tuple((segment(s), content) for s, content in state.pool),
         jobs=tuple(job._replace(entry=place(job.entry) if job.entry else None) for job in state.jobs),
         digests=tuple(d._replace(entry=place(d.entry)) for d in state.digests),
+        others=tuple(o._replace(entry=place(o.entry)) for o in state.others),
     )
 
 

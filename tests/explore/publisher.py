@@ -24,6 +24,9 @@ NOW, TIMED_OUT, LATER, NEVER = 0.0, -1.0, 1.0, 1e9
 GARBAGE = 0  #: the content of a segment that is being written
 SLOTS = 4  #: sessions of one reader that the publisher may know at a time
 NAMES = 32  #: leases of one session
+NEW = 1 << 20  #: identifiers that were given in this step
+FIRST_OTHER = SLOTS  #: where there is any other reader, its sessions are those from here on
+GONE = -1  #: in the place of a session whose name makes no difference any more
 LAYOUT_NUMBER = {b"": -1} | {manifest.digest: i for i, manifest in enumerate(LAYOUTS)}
 LAYOUT_DIGEST = {number: digest for digest, number in LAYOUT_NUMBER.items()}
 
@@ -96,6 +99,13 @@ class DigestState(NamedTuple):
     readers: tuple[int, ...]
 
 
+class OtherState(NamedTuple):
+    """A version that any other reader holds; see ``other``."""
+
+    topic: int
+    entry: EntryPlace
+
+
 class PublisherState(NamedTuple):
     """Everything that decides what the process does next."""
 
@@ -107,6 +117,7 @@ class PublisherState(NamedTuple):
     jobs: tuple[JobState, ...] = ()
     digests: tuple[DigestState, ...] = ()
     layouts: tuple[int, ...] = ()
+    others: tuple[OtherState, ...] = ()
 
 
 def topic_name(topic: int) -> str:
@@ -125,6 +136,8 @@ def thaw(bound: Bound, state: PublisherState) -> PublisherProtocol:
             core.topics[topic_name(i)] = _thaw_topic(core, bound, i, frozen)
     for session in state.sessions:
         _thaw_session(core, bound, session)
+    for i, other in enumerate(state.others):
+        _thaw_other(core, FIRST_OTHER + i, other)
     for number, job in enumerate(state.jobs):
         _thaw_job(core, number, job)
     for digest in state.digests:
@@ -133,7 +146,7 @@ def thaw(bound: Bound, state: PublisherState) -> PublisherProtocol:
         entry.pins = max(entry.pins, 1)
         core._digesting[topic.name, Version(digest.version)] = entry
         topic.digest_readers[Version(digest.version)] = [SessionId(reader) for reader in digest.readers]
-    core._ids = count(1 << 20)
+    core._ids = count(NEW)
     return core
 
 
@@ -182,9 +195,19 @@ def _thaw_session(core: PublisherProtocol, bound: Bound, frozen: SessionState) -
         return
     topic.sessions[session.id] = session
     for name, place in frozen.leases:
-        entry = _thaw_entry(topic, place)
-        lease = Lease(lease_id(frozen.id, name), session.id, entry, name % NAMES)
-        session.leases[lease.id] = entry.leases[lease.id] = core._leases[lease.id] = lease
+        _thaw_lease(core, session, name, _thaw_entry(topic, place))
+
+
+def _thaw_lease(core: PublisherProtocol, session: Session, name: int, entry: Entry) -> None:
+    lease = Lease(lease_id(session.id, name), session.id, entry, name % NAMES)
+    session.leases[lease.id] = entry.leases[lease.id] = core._leases[lease.id] = lease
+
+
+def _thaw_other(core: PublisherProtocol, number: int, other: OtherState) -> None:
+    topic = core.topics[topic_name(other.topic)]
+    session = Session(SessionId(number), 1, 1, b"t" * 16, "other", topic, True, last_number=1)
+    core.sessions[session.id] = topic.sessions[session.id] = session
+    _thaw_lease(core, session, 1, _thaw_entry(topic, other.entry))
 
 
 def _thaw_job(core: PublisherProtocol, number: int, job: JobState) -> None:
@@ -208,10 +231,10 @@ def lease_names(core: PublisherProtocol) -> dict[LeaseId, int]:
     """A lease is called by its Want; by twice as much only if a switched off guard lets a Want be answered twice."""
     names: dict[LeaseId, int] = {}
     for session in core.sessions.values():
-        taken = {le - lease_id(session.id, 0) for le in session.leases if le < 1 << 20}
+        taken = {le - lease_id(session.id, 0) for le in session.leases if le < NEW}
         for lease in session.leases.values():
             name = lease.id - lease_id(session.id, 0)
-            if lease.id >= 1 << 20:
+            if lease.id >= NEW:
                 name = lease.number if lease.number not in taken else lease.number + NAMES
             taken.add(name)
             names[lease.id] = name
@@ -240,7 +263,7 @@ def freeze_topics(core: PublisherProtocol, bound: Bound) -> tuple[TopicState | N
 def freeze_sessions(core: PublisherProtocol, bound: Bound, names: dict[LeaseId, int]) -> tuple[SessionState, ...]:
     """The sessions, in the order of their names: what one gets does not depend on another's place.
 
-    What was granted last matters to acknowledgements alone.
+    What was granted last matters to acknowledgements alone. Those of any other reader are frozen by what they hold.
     """
     return tuple(
         SessionState(
@@ -258,4 +281,17 @@ def freeze_sessions(core: PublisherProtocol, bound: Bound, names: dict[LeaseId, 
             s.acked,
         )
         for _, s in sorted(core.sessions.items())
+        if not (bound.other and s.id >= FIRST_OTHER)
+    )
+
+
+def freeze_others(core: PublisherProtocol, bound: Bound) -> tuple[OtherState, ...]:
+    """What any other reader holds."""
+    return tuple(
+        sorted(
+            OtherState(s.topic.slot - 1, entry_place(s.topic, lease.entry))
+            for s in core.sessions.values()
+            if bound.other and s.id >= FIRST_OTHER and s.topic is not None
+            for lease in s.leases.values()
+        )
     )

@@ -36,6 +36,7 @@ class ReaderState(NamedTuple):
     greeted: bool = False
     attached: bool = False
     leases: tuple[tuple[int, int], ...] = ()
+    spare: tuple[int, ...] = ()  #: of these leases, those that end with the next Want
     segments: tuple[int, ...] = ()
     want: tuple[int, int] | None = None
     announce: Packet | None = None
@@ -74,6 +75,7 @@ class ReaderProcess:
         core.greeted, core.attached = state.greeted, state.attached
         core.max_held = bound.max_held if state.greeted else 0
         core.leases = {LeaseId(lease): Version(version) for lease, version in state.leases}
+        core.spare = {LeaseId(lease) for lease in state.spare}
         core.segments = {SegmentId(segment): NBYTES for segment in state.segments}
         if state.want is not None:
             core._want = Want(number=state.want[0], have=state.want[1], digest=bound.digests)
@@ -97,6 +99,7 @@ class ReaderProcess:
             greeted=core.greeted,
             attached=core.attached,
             leases=tuple(sorted(core.leases.items())),
+            spare=tuple(sorted(core.spare)),
             segments=tuple(sorted(core.segments)),
             want=(want.number, want.have) if want else None,
             announce=self.packets.down(core._announce) if core._announce else None,
@@ -104,7 +107,7 @@ class ReaderProcess:
             granted=core._granted if self.bound.acks else 0,
             acked=core._acked,
             have=self.have,
-            last=self.last,
+            last=self.last if self.last[0] == (core.incarnation or 0) or not self.bound.other else (0, 0),
             mappings=tuple(sorted(self.mappings)),
         )
 
@@ -142,6 +145,16 @@ class ReaderProcess:
         self.core.demand(Version(self.have))
         self.pump()
 
+    def ack(self) -> None:
+        """It says that it uses what it got last."""
+        self.core.ack(self.core._granted)
+        self.pump()
+
+    def ack_and_demand(self) -> None:
+        """It says so as it waits again: in one message."""
+        self.core.ack(self.core._granted)
+        self.demand()
+
     def withdraw(self) -> None:
         """It waits no longer."""
         self.have = NOT_WAITING
@@ -151,8 +164,17 @@ class ReaderProcess:
     def release(self, mapping: MappingState) -> None:
         """The last tensor dies: unmap, then say so."""
         self.mappings.remove(mapping)
-        self.sent.append(self.packets.up(Release(lease=mapping.lease)))
-        self.core.ended(LeaseId(mapping.lease))
+        self.release_spare(mapping.lease)
+
+    def copy(self, mapping: MappingState) -> None:
+        """The version is copied: unmap, and say so with the next Want."""
+        self.mappings.remove(mapping)
+        self.core.spared(LeaseId(mapping.lease))
+
+    def release_spare(self, lease: int) -> None:
+        """What nothing of is mapped is let go of before there is another Want."""
+        self.sent.append(self.packets.up(Release(lease=lease)))
+        self.core.ended(LeaseId(lease))
 
     def fork(self) -> None:
         """Say so for all that is mapped."""
@@ -196,5 +218,3 @@ class ReaderProcess:
         self.last = (self.core.incarnation or 0, effect.version)
         self.have = NOT_WAITING
         self.mappings.append(MappingState(effect.lease, effect.segment, effect.version))
-        if self.bound.acks:
-            self.core.ack(effect.version)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from busync.wire import Announce, Hello, Join, Joined, ManifestPart, Release, Segment, Welcome, Withdraw
+from busync.wire import Announce, Hello, Join, Joined, ManifestPart, Release, Segment, Want, Welcome, Withdraw
 from tests.explore.bounds import FREE, SHIFT, Bound
 from tests.explore.messages import END, Packet, Packets
 from tests.explore.publisher import SLOTS
 from tests.explore.reader import NOT_WAITING, ReaderProcess, ReaderState, ReaderStep
-from tests.explore.steps import Action
+from tests.explore.steps import Action, describe_error
 
+OVER = 99  #: any incarnation that is over, where there is any other reader: the one that lives is 1
 ENDED, COUNTED, DEAD = 0, 1, 2  #: the publisher ended the session, counts it, is dead
 Remnants = tuple[tuple[int, int], ...]  #: segment and version, mapped by whoever will never say a word about it
 
@@ -33,6 +34,7 @@ class Side(NamedTuple):
     reader: ReaderState = ReaderState()
     link: Link | None = None
     old: tuple[tuple[int, tuple[Packet, ...]], ...] = ()
+    gone: bool = False  #: the reader will not come again; only what it left counts (see ``views``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Move:
     action: Action | None = None  #: of the publisher; its first argument is the slot of the session
     fault: str = ""
     repeated: bool = False  #: what is delivered is a repetition, so it may be a violation
+    again: int = -1  #: the side that goes on after the end of the session, where ``side`` is what it left
 
 
 class SideFacts:
@@ -80,7 +83,8 @@ class SideFacts:
         # A Withdraw ends what answers its Want even if the answer has come and was thrown away.
         names |= {m.number for m in up if isinstance(m, Withdraw)}
         names |= {m.lease for m in up if isinstance(m, Release)}
-        return frozenset(names | self.mapped)
+        names |= {lease for m in up if isinstance(m, Want) for lease in m.released}
+        return frozenset(names | self.mapped | {*reader.spare})
 
 
 class Sides:
@@ -218,6 +222,8 @@ class Sides:
         if death is None:
             side = self.table[number]._replace(old=())
             link = side.link
+            if link is None and self.bound.other:
+                side = side._replace(reader=outlive(side.reader))
             if link is not None:
                 down = link.down if END in link.down else (*link.down, END)
                 side = side._replace(link=link._replace(up=(), down=down, counted=DEAD))
@@ -257,6 +263,11 @@ class Sides:
         step = self._step(side, "end")
         assert isinstance(step, ReaderStep), step
         reader = ReaderState() if killed else step.state
+        if self.bound.other:
+            if link is not None and link.counted == DEAD:
+                reader = outlive(reader)
+            again = self.number(Side(reader))
+            return Move(text, cost, self.number(Side(old=old, gone=True)), remnants, again=again)
         return Move(text, cost, self.number(Side(reader, None, old)), remnants)
 
     def _remnants(self, side: Side) -> Remnants:
@@ -266,7 +277,9 @@ class Sides:
 
     def _application(self, side: Side) -> list[Move]:
         reader, link = side.reader, side.link
-        moves = []
+        moves: list[Move] = []
+        if side.gone:
+            return moves
         if link is None:
             slot = min(set(range(SLOTS)) - {slot for slot, _ in side.old})
             step = self._step(side, "connect")
@@ -274,17 +287,36 @@ class Sides:
             after = self.number(side._replace(reader=step.state, link=Link(slot, COUNTED, step.sent, ())))
             moves.append(Move("{r} connects", side=after, action=("connect", slot)))
             return moves
-        if reader.attached and reader.have == NOT_WAITING:
-            moves.append(self._stepped(side, "{r} waits for a newer version", FREE, "demand"))
-        if reader.attached and reader.have != NOT_WAITING:
-            moves.append(self._stepped(side, "{r} stops waiting", SHIFT["withdrawals"], "withdraw"))
+        moves += self._waiting(side)
         moves += [
             self._stepped(side, f"{{r}} lets go of version {m.version}", FREE, "release", m) for m in reader.mappings
         ]
+        moves += [
+            self._stepped(side, f"{{r}} lets go of its copy of version {version}", FREE, "release_spare", lease)
+            for lease, version in reader.leases
+            if lease in reader.spare
+        ]
+        if self.bound.copies:
+            moves += [
+                self._stepped(side, f"{{r}} copies version {m.version}", FREE, "copy", m) for m in reader.mappings
+            ]
         if reader.mappings:
             fork = self._stepped(side, "{r} forks", SHIFT["forks"], "fork")
             moves.append(Move(fork.text, fork.cost, fork.side, self._remnants(side), fault=fork.fault))
         return moves
+
+    def _waiting(self, side: Side) -> list[Move]:
+        """An application begins to wait or stops waiting, or says what it uses."""
+        if not side.reader.attached:
+            return []
+        unsaid = side.reader.acked < side.reader.granted  # nothing is kept of that where there are no acks
+        said = f"{{r}} acknowledges version {side.reader.granted}"
+        moves = [self._stepped(side, said, FREE, "ack")] if unsaid else []
+        if side.reader.have != NOT_WAITING:
+            return [*moves, self._stepped(side, "{r} stops waiting", SHIFT["withdrawals"], "withdraw")]
+        if unsaid:
+            moves.append(self._stepped(side, f"{said} and waits for a newer one", FREE, "ack_and_demand"))
+        return [*moves, self._stepped(side, "{r} waits for a newer version", FREE, "demand")]
 
     def _deliveries(self, side: Side) -> list[Move]:
         link = side.link
@@ -352,10 +384,11 @@ class Sides:
         return moves
 
 
-def describe_error(error: Exception) -> str:
-    """A fault that a core or its process has shown itself; braces would be taken for names of readers."""
-    text = str(error) if isinstance(error, AssertionError) else repr(error)
-    return (text or "an assertion").replace("{", "(").replace("}", ")")
+def outlive(reader: ReaderState) -> ReaderState:
+    """A reader without a session whose publisher is dead: the next one is another incarnation, as 1 again is not."""
+    incarnation = OVER if reader.incarnation else 0
+    last = (OVER, reader.last[1]) if reader.last[0] else reader.last
+    return reader._replace(incarnation=incarnation, last=last)
 
 
 def _without(queue: tuple[Packet, ...], i: int, again: bool) -> tuple[Packet, ...]:

@@ -17,8 +17,8 @@ from tests.explore.messages import Packet, Packets
 from tests.explore.names import Names, mask_of, ranks
 from tests.explore.publisher import SLOTS, PublisherState
 from tests.explore.reader import NOT_WAITING
-from tests.explore.sides import Move, SideFacts, Sides, describe_error
-from tests.explore.steps import Action, PublisherProcess, PublisherStep, restart, swapped
+from tests.explore.sides import Move, SideFacts, Sides
+from tests.explore.steps import Action, PublisherProcess, PublisherStep, describe_error, restart, swapped
 
 BITS = 24
 MASK, BUDGET_MASK = (1 << BITS) - 1, (1 << BUDGET_BITS) - 1
@@ -115,8 +115,11 @@ class Space:
             other = self._swap(publisher)
             swap = other < publisher
             publisher = min(publisher, other)
-        number = (((((publisher << BITS) | a) << BITS) | b) << BITS | remnants) << BUDGET_BITS | budget
-        return number, swap
+        return self._pack(publisher, a, b, remnants, budget), swap
+
+    @staticmethod
+    def _pack(publisher: int, a: int, b: int, remnants: int, budget: int) -> int:
+        return (((((publisher << BITS) | a) << BITS) | b) << BITS | remnants) << BUDGET_BITS | budget
 
     def parts(self, state: int) -> tuple[int, int, int, int, int]:
         """Publisher, reader A, reader B, remnants, budget."""

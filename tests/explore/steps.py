@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
+
+from msgspec import structs
 
 from busync.errors import ViolationError
 from busync.ids import LeaseId, SessionId, Version
 from busync.protocol import effects as fx
 from busync.protocol.ledger import State
-from busync.wire import Abandon, Announce, DoorUp, Hello, Join, Release, Segment, manifest_parts
+from busync.protocol.topics import Session
+from busync.wire import Abandon, Announce, DoorUp, Hello, Join, Release, Segment, Want, manifest_parts
+from tests.explore import other
 from tests.explore.bounds import Bound
 from tests.explore.messages import Packet, Packets
 from tests.explore.publisher import (
+    FIRST_OTHER,
     GARBAGE,
+    GONE,
     LAYOUT_NUMBER,
     NOW,
+    SLOTS,
     DigestState,
     EntryPlace,
     JobState,
     PublisherState,
     entry_place,
+    freeze_others,
     freeze_sessions,
     freeze_topics,
     lease_id,
@@ -78,10 +87,12 @@ class PublisherProcess:
                 message = Release(lease=lease_id(session, message.lease))
             elif isinstance(message, Hello):
                 message = Hello(
-                    wire=message.wire, topic=topic_name(session // 4 % self.bound.topics), name=message.name
+                    wire=message.wire, topic=topic_name(session // SLOTS % self.bound.topics), name=message.name
                 )
             elif isinstance(message, Abandon):
                 message = Abandon(leases=tuple(lease_id(session, name) for name in message.leases))
+            elif isinstance(message, Want):
+                message = structs.replace(message, released=tuple(lease_id(session, name) for name in message.released))
             assert isinstance(message, DoorUp), "came up the door"
             try:
                 self.core.receive(SessionId(session), message, NOW)
@@ -147,6 +158,31 @@ class PublisherProcess:
         digest = digest_of((self.core.incarnation, version))
         self.core.digest_done(topic_name(topic), Version(version), digest, NOW)
 
+    # Any other reader
+
+    def other_leases(self, topic: int) -> None:
+        """Somebody else gets the newest version."""
+        other.lease(self.core, topic)
+
+    def other_asks(self, topic: int) -> None:
+        """Somebody else gets the newest version, and asks for its digest."""
+        other.lease(self.core, topic, digest=True)
+
+    def other_releases(self, number: int) -> None:
+        """Somebody else lets go of a version."""
+        other.release(self.core, self._other(number))
+
+    def other_is_lost(self, number: int) -> None:
+        """Somebody else is gone without a word."""
+        other.lose(self.core, self._other(number))
+
+    def other_forks(self, number: int) -> None:
+        """Somebody else forks."""
+        other.abandon(self.core, self._other(number))
+
+    def _other(self, number: int) -> Session:
+        return self.core.sessions[SessionId(FIRST_OTHER + number)]
+
     # What the core asks for
 
     def pump(self) -> None:
@@ -190,6 +226,8 @@ class PublisherProcess:
 
     def step(self) -> PublisherStep:
         """What came of it."""
+        if self.bound.other:
+            other.settle(self.core)
         self.pump()
         self._check()
         core = self.core
@@ -204,15 +242,19 @@ class PublisherProcess:
         digests = []
         for (name, version), digest in self.digests.items():
             topic = core.topics[name]
-            readers = {r for r in topic.digest_readers[Version(version)] if r in core.sessions}
+            # That somebody has asked keeps the digest from being computed twice, even if he is gone.
+            known = {s.id for s in core.sessions.values() if not (self.bound.other and s.id >= FIRST_OTHER)}
+            readers = {r if r in known else GONE for r in topic.digest_readers[Version(version)]}
             place = entry_place(topic, core._digesting[name, Version(version)])
             digests.append(digest._replace(entry=place, readers=tuple(sorted(readers))))
         state = PublisherState(
             core.incarnation, self.next_segment, freeze_topics(core, self.bound),
             freeze_sessions(core, self.bound, names), tuple(sorted(self.pool.items())), tuple(jobs),
             tuple(sorted(digests)), tuple(sorted(LAYOUT_NUMBER[layout] for layout in core._layouts)),
+            freeze_others(core, self.bound),
         )  # fmt: skip
-        sent = tuple((session, packet) for session, e in self.sent for packet in self._packets(e, names))
+        heard = FIRST_OTHER if self.bound.other else inf  # nobody models what others hear
+        sent = tuple((to, packet) for to, e in self.sent if to < heard for packet in self._packets(e, names))
         return PublisherStep(state, sent, frozenset(self.ended), self.accused)
 
     def _packets(self, effect: fx.PublisherEffect, names: dict[LeaseId, int]) -> list[Packet]:
@@ -252,6 +294,12 @@ class PublisherProcess:
                 require(not overdue, "nothing helps a publish that timed out")
 
 
+def describe_error(error: Exception) -> str:
+    """A fault that a core or its process has shown itself; braces would be taken for names of readers."""
+    text = str(error) if isinstance(error, AssertionError) else repr(error)
+    return (text or "an assertion").replace("{", "(").replace("}", ")")
+
+
 def restart(bound: Bound, state: PublisherState) -> PublisherState:
     """A new incarnation."""
     return PublisherState(incarnation=state.incarnation + 1, topics=(None,) * bound.topics)
@@ -259,8 +307,10 @@ def restart(bound: Bound, state: PublisherState) -> PublisherState:
 
 def swapped(state: PublisherState, bound: Bound) -> PublisherState:
     """The same state with the two readers (and their topics) exchanged."""
-    sessions = tuple(sorted(s._replace(id=s.id ^ 4) for s in state.sessions))
-    digests = tuple(d._replace(readers=tuple(sorted(r ^ 4 for r in d.readers))) for d in state.digests)
+    sessions = tuple(sorted(s._replace(id=s.id ^ SLOTS) for s in state.sessions))
+    digests = tuple(
+        d._replace(readers=tuple(sorted(r if r == GONE else r ^ SLOTS for r in d.readers))) for d in state.digests
+    )
     jobs, topics = state.jobs, state.topics
     if bound.topics == 2:
         topics = topics[::-1]

@@ -13,33 +13,37 @@ import pytest
 from busync.ids import Incarnation
 from busync.options import PublisherOptions
 from busync.protocol.guards import GUARDS
-from busync.protocol.ledger import Entry, Ledger
+from busync.protocol.ledger import Entry, Lease, Ledger
 from busync.protocol.publisher import PublisherProtocol
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.protocol.topics import Reservation, Session, Topic
+from busync.wire import Want
 from tests.explore.__main__ import main
 from tests.explore.bounds import GUARD_WORLDS, NOT_REACHED, SMALL, Bound, world
 from tests.explore.names import mask_of, ranks, rename_segments
 from tests.explore.reader import ReaderProcess
-from tests.explore.search import explore, without
+from tests.explore.search import explore, tables, without
 from tests.explore.space import Space
 from tests.explore.steps import PublisherProcess, swapped
 
 #: A little of everything.
 MIXED = world("mixed", publishes=2, max_segments=2, faults=1, cancels=1, withdrawals=1, digests=True)
+MIXED_OTHER = dataclasses.replace(MIXED, faults=6, other=True)
 #: Fields of the cores that make no difference to what they do next, or say the same as others that a state keeps.
-#: Memory on GPUs has no part in these worlds: who may read it is decided for a segment, wherever that lies. Nor have
-#: leases that end with a Want: to a publisher that is a Release just before it.
+#: Memory on GPUs has no part in these worlds: who may read it is decided for a segment, wherever that lies.
 LEFT_OUT = {
     PublisherProtocol: {"options", "counters", "_effects", "_ids", "_waits", "_leases", "_greeting"},
     SubscriberProtocol: {
         "topic", "name", "digests", "_effects", "max_held", "_part", "_groups", "_tensors", "_names", "_ends",
-        "devices", "spare",
+        "devices",
     },
     Session: {"pid", "uid", "token", "name", "skipped", "failed", "reason", "ended"},
     Topic: {"name", "slot", "content", "sessions", "digested"},
     Entry: {"nbytes", "label", "layout", "devices"},
     Reservation: {"id", "nbytes", "state", "asked_at", "blocked_by", "devices"},
+    Ledger: {"max_segments", "dropped", "abandoned", "_next_segment", "devices", "worn"},
+    Lease: set(),
+    Want: {"digest", "ack", "released"},
 }  # fmt: skip
 KEPT = {
     PublisherProtocol: {
@@ -47,7 +51,7 @@ KEPT = {
     },
     SubscriberProtocol: {
         "incarnation", "adopted", "_number", "greeted", "attached", "leases", "segments", "_want", "_announce",
-        "_manifest", "_granted", "_acked",
+        "_manifest", "_granted", "_acked", "spare",
     },
     Session: {
         "id", "topic", "attached", "want", "last_number", "pushed", "layout", "leases", "granted", "acked",
@@ -57,6 +61,9 @@ KEPT = {
         "segment", "state", "fresh", "version", "leases", "tainted", "pins", "referenced", "timed_out", "digest",
     },
     Reservation: {"topic", "deadline_at", "entry"},
+    Ledger: {"entries", "free"},
+    Lease: {"id", "session", "entry", "number"},
+    Want: {"number", "have"},
 }  # fmt: skip
 
 
@@ -90,20 +97,28 @@ def test_the_program_tells_the_story(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_nothing_is_left_out_of_a_state_unknowingly() -> None:
     publisher = PublisherProtocol(PublisherOptions(), Incarnation(1))
-    for core in (publisher, SubscriberProtocol("topic", "name")):
+    for core in (publisher, SubscriberProtocol("topic", "name"), publisher.topic("topic").ledger):
         assert set(vars(core)) == KEPT[type(core)] | LEFT_OUT[type(core)], "decide for each new field"
-    for record in (Session, Topic, Entry, Reservation):
+    for record in (Session, Topic, Entry, Reservation, Lease):
         assert {f.name for f in dataclasses.fields(record)} == KEPT[record] | LEFT_OUT[record]
+    assert set(Want.__struct_fields__) == KEPT[Want] | LEFT_OUT[Want]
 
 
-def test_thawing_and_freezing_change_nothing() -> None:
-    space = explored(MIXED, 3000)
+@pytest.mark.parametrize("bound", [MIXED, MIXED_OTHER], ids=["two readers", "any other reader"])
+def test_thawing_and_freezing_change_nothing(bound: Bound) -> None:
+    space = explored(bound, 3000)
     for state in space.publishers:
-        assert PublisherProcess(MIXED, space.packets, state).step().state == state
+        assert PublisherProcess(bound, space.packets, state).step().state == state
     for side in space.sides.table:
-        process = ReaderProcess(MIXED, space.packets, side.reader)
+        process = ReaderProcess(bound, space.packets, side.reader)
         process.pump()
         assert process.freeze() == side.reader
+
+
+def test_a_digest_is_computed_once_whoever_has_gone_meanwhile() -> None:
+    space = explored(Bound(name="digests", publishes=1, digests=True, lost_sessions=1))
+    pins = {e.pins for state in space.publishers for topic in state.topics if topic for e in topic.entries}
+    assert pins == {0, 1}
 
 
 def test_exchanging_the_readers_twice_changes_nothing() -> None:
@@ -153,7 +168,7 @@ def test_a_lease_that_is_not_broken_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 def explored(bound: Bound, states: float = inf) -> Space:
     """A space with all tables that that many states need, or all of them."""
-    space = Space(bound)
+    space = tables(bound)[0]
     seen, level = {space.start()}, [space.start()]
     while level and len(seen) < states:
         found = {successor.state for state in level for successor in space.successors(state)} - seen
