@@ -127,11 +127,11 @@ def test_a_publisher_that_has_closed_leaves_no_counters(cast: Cast, runtime_dir:
     reader.call("follow", str(runtime_dir / "bus"))
     publisher.call("publish", 7.0)
     assert reader.call("value") == 7.0
-    assert [name for name in counter_files() if name.startswith(f"torch_{publisher.pid}_")] != []
+    assert counter_files({publisher.pid})
     reader.call("end")
     publisher.call("settle")
     publisher.call("end")
-    assert [name for name in counter_files() if name.startswith(f"torch_{publisher.pid}_")] == []
+    assert not counter_files({publisher.pid})
 
 
 def test_a_view_keeps_a_version_and_the_import_outlives_it(cast: Cast, exporter: Actor) -> None:
