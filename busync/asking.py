@@ -219,11 +219,12 @@ class Asking(forks.ForkAware):
                 left = None if stop_at is None else stop_at - time.monotonic()
                 if left is not None and left <= 0:
                     break
-                full = self._core.held >= self._core.max_held  # and one of them ends in a moment, perhaps
+                full = self._core.full  # and one of them ends in a moment, perhaps
                 pause(HELD_PATIENCE if full and (left is None or left > HELD_PATIENCE) else left)
                 self._attachment.turn()
                 if full and waiter.snapshot is None:
                     self._check_held()
+                    self._update_demand()
         finally:
             self._remove(waiter)
         if waiter.error is not None:
@@ -237,7 +238,7 @@ class Asking(forks.ForkAware):
         enough = request.enough
         if enough is None:
             return _Waiter(lambda: self.adopted, future)
-        return _Waiter(lambda: max(Version(enough - 1), self._newest_held(below_board=True)), future)
+        return _Waiter(lambda: max(Version(enough - 1), self._newest_held()), future)
 
     def _look(self, request: Request, timeout: float | None) -> Snapshot | None:
         """What is at hand for a request, after what has arrived was taken in."""
@@ -279,12 +280,13 @@ class Asking(forks.ForkAware):
         self._update_demand()
         return snapshot
 
-    def _newest_held(self, *, below_board: bool) -> Version:
+    def _newest_held(self) -> Version:
+        """The newest version that this process holds, but for the one on the board."""
         session = self._session
         if session is None:
             return Version(0)
-        limit = session.newest if below_board else Version(session.newest + 1)
-        return max((hold.version for hold in list(session.holds.values()) if hold.version < limit), default=Version(0))
+        held = [hold.version for hold in list(session.holds.values()) if hold.version < session.newest]
+        return max(held, default=Version(0))
 
     def _at_hand(self, enough: Version | None) -> Snapshot | None:
         """What is here already: newer than all that was handed out, or at least ``enough``."""
@@ -331,8 +333,7 @@ class Asking(forks.ForkAware):
 
     def _watch_held(self) -> None:
         """See to it that no call waits without a word because others took the last lease while it waited."""
-        full = self._core.taken >= self._core.max_held
-        if self._waiters and full and self._held_timer is None:
+        if self._waiters and self._core.full and self._held_timer is None:
             self._held_timer = self._attachment.loop.call_later(HELD_PATIENCE, self._look_held)
 
     def _look_held(self) -> None:
@@ -345,7 +346,7 @@ class Asking(forks.ForkAware):
         except PinnedError as error:
             for waiter in stalled:
                 waiter.fail(error)
-        self._watch_held()
+        self._update_demand()  # which also says what leases are not needed any more
 
     def _add(self, waiter: _Waiter) -> None:
         self._waiters.append(waiter)

@@ -90,18 +90,18 @@ async def publish(
     async with server.lock(topic):
         flat, planned = await _plan(server, topic, source, values)
         layout = await _layout(server, planned.manifest)
-        if any(gpus.relays(part.sources) for part in planned.devices.values()):
-            server.core.counters["relayed"] += 1
         reserved = await _reserve(server, topic, planned.manifest, State.WRITING)
         if reserved.skipped:
             return PublishReport(version=None, pending=tuple(expected.values()), waited=reserved.waited)
         try:
             await _copy(server, planned, await _memory(server, reserved), queued)
+            relayed = bool(planned.devices) and await _run(server, partial(_relays, planned))
         except BaseException:
             server.core.discard(reserved.reservation, time.monotonic())
             server.carry_out()
             raise
         version = _commit(server, reserved.reservation, layout, label, flat.values)
+        server.core.counters["relayed"] += relayed
     assert version is not None, "nothing but a loan can be referenced"
     return await _report(server, topic, version, expected, wait, timeout, reserved.waited)
 
@@ -130,7 +130,7 @@ async def publish_lent(
     lent.over = True
     expected = server.core.attached(lent.topic)
     try:
-        for segment in lent.segment.devices.values():
+        for segment in lent.segment.devices.values():  # any of the caller's devices may have written to any of them
             await _run(server, partial(segment.wait, list(queued.values())))
     except BaseException:
         lent.over = False  # nothing was announced
@@ -188,6 +188,10 @@ def _is_small(source: Source) -> bool:
     if not isinstance(source, Mapping) or len(source) > SMALL_TENSORS:
         return False
     return all(isinstance(value, torch.Tensor) or type(value) in VALUE_TYPES for value in source.values())
+
+
+def _relays(planned: Plan) -> bool:
+    return any(gpus.relays(part.sources) for part in planned.devices.values())
 
 
 async def _layout(server: Server, manifest: Manifest) -> Layout:
@@ -253,7 +257,7 @@ async def _copy(server: Server, planned: Plan, segment: Pooled, queued: Mapping[
     for device, part in planned.devices.items():
         on_device = segment.devices[device]
         before = [event for index, event in queued.items() if index == on_device.index]
-        jobs.append(partial(on_device.fill, part, before))
+        jobs.insert(0, partial(on_device.fill, part, before))  # first: a GPU copies while the workers do
     futures: list[asyncio.Future[None]] = []
     try:
         futures.extend(start_job(server.loop, server.workers, job) for job in jobs)

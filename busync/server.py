@@ -208,7 +208,10 @@ class Server(forks.ForkAware):
         self.workers.shutdown(wait=True)
         self._digester.shutdown(wait=True)
         self.pool.close()
-        gpus.exporter().tidy()
+        try:
+            gpus.exporter().tidy()
+        except RuntimeError:  # a GPU has failed; everything else is still given back
+            logger.exception("what was exported from GPUs could not be looked at")
         if self.claim is not None:
             self.claim.release()
         if self._timer is not None:
@@ -390,8 +393,11 @@ class Server(forks.ForkAware):
     async def _reap(self) -> None:
         pause = FIRST_REAP
         while gpus.exporter().waiting():
-            freed = await start_job(self.loop, self.workers, gpus.exporter().reap)
-            self.core.counters["exports of dead readers"] += len(freed)
+            try:
+                freed = await start_job(self.loop, self.workers, gpus.exporter().reap)
+                self.core.counters["exports of dead readers"] += len(freed)
+            except RuntimeError:  # a GPU has failed: others may not have
+                logger.exception("what was exported from GPUs could not be looked at")
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_REAP)
 
@@ -479,7 +485,7 @@ class Server(forks.ForkAware):
             digest = await start_job(self.loop, self._digester, compute)
         except ClosedError:
             pass  # the interpreter ends
-        except BusyncError:
+        except (BusyncError, RuntimeError):  # of torch, when a GPU has failed
             logger.exception("the digest of version %d could not be computed", effect.version)
         finally:
             self.core.digest_done(effect.topic, Version(effect.version), digest, time.monotonic())

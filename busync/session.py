@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from busync.errors import BusyncError, FdError, ProtocolError, ViolationError
 from busync.fds import OwnedFd
 from busync.handles import (
     COPY_BYTES,
+    CudaEvent,
     LoadPlan,
     Memory,
     MixedBuilder,
@@ -171,10 +173,10 @@ class Hold:
 
     def _host_memory(self) -> TensorBuilder:
         segment, nbytes = self.segment, self.manifest.nbytes
-        if segment is None or segment.fd is None or not nbytes:
+        if nbytes and (self._bytes is not None or nbytes <= COPY_BYTES):
+            return TensorBuilder(bytearray(self._copied()), self.manifest)
+        if segment is None or not nbytes:
             return TensorBuilder(memoryview(b""), self.manifest)
-        if nbytes <= COPY_BYTES:
-            return TensorBuilder(bytearray(self._copied(segment)), self.manifest)
         private = segment.private
         assert private is not None, "memory on the host without a descriptor"
         private.prepare()
@@ -184,18 +186,21 @@ class Hold:
             self._stay_known()
         return TensorBuilder(mapping, self.manifest)
 
-    def _copied(self, segment: AttachedSegment) -> bytearray:
+    def _copied(self) -> bytearray:
         """The bytes of a small version, under its lease the first time."""
         with self._copying:
             if self._bytes is None:
+                segment = self.segment
+                assert segment is not None, "bytes without a segment"
                 self._bytes = bytearray(memoryview(segment.readonly())[: self.manifest.nbytes])
                 if not self.manifest.devices:
                     self._spare.append(self.lease)
             return self._bytes
 
     def said(self) -> None:
-        """A Want has said that the lease has ended."""
+        """A Want has said that the lease has ended, after the bytes were copied."""
         self._word.said = True
+        self.segment = None  # or whoever keeps small snapshots keeps a descriptor for each
 
     def _device_memory(self, spec: DeviceSpec) -> TensorBuilder:
         assert self.segment is not None, "memory on a GPU without a segment"
@@ -209,8 +214,8 @@ class Hold:
         if self.lease not in self._word.holds:  # the finalizer of a cycle has saved it
             self._word.holds[self.lease] = self
 
-    def load(self, plan: LoadPlan) -> None:
-        """Copy the version as planned, to the end, also on GPUs. Blocks.
+    def load(self, plan: LoadPlan, queued: Mapping[int, CudaEvent]) -> None:
+        """Copy the version as planned, to the end, also on GPUs; after what the caller had ``queued`` there. Blocks.
 
         Raises:
             AllocationError: it cannot be mapped.
@@ -218,18 +223,26 @@ class Hold:
             DeviceError: a GPU has failed.
         """
         segment, manifest = self.segment, self.manifest
-        memory: mmap.mmap | memoryview = memoryview(b"")
-        if segment is not None and manifest.nbytes:
-            small = manifest.nbytes <= COPY_BYTES
-            memory = memoryview(self._copied(segment)) if small else segment.readonly()
-        host = TensorBuilder(memory, manifest)
+        gpus.wait(queued)
+        host = self._to_load_from()
         if segment is None or not manifest.devices:
             plan.run(host)
-            return
-        with ExitStack() as stack:
-            parts = [stack.enter_context(segment.devices[s.device].load(manifest)) for s in manifest.devices]
-            plan.run(MixedBuilder([host, *parts]))
+        else:
+            with ExitStack() as stack:
+                parts = [stack.enter_context(segment.devices[s.device].load(manifest)) for s in manifest.devices]
+                plan.run(MixedBuilder([host, *parts]))
+        if queued:
             gpus.finish(plan.tensors)
+
+    def _to_load_from(self) -> TensorBuilder:
+        """What the host's part is copied from; never for callers."""
+        segment, nbytes = self.segment, self.manifest.nbytes
+        memory: mmap.mmap | memoryview = memoryview(b"")
+        if nbytes and (self._bytes is not None or nbytes <= COPY_BYTES):
+            memory = memoryview(self._copied())
+        elif nbytes and segment is not None:
+            memory = segment.readonly()
+        return TensorBuilder(memory, self.manifest)
 
     def __str__(self) -> str:
         names = [name for memory in self._memories for name in live_names(self.manifest, memory)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from busync import forks
 from busync.calls import finish
-from busync.errors import AllocationError, AttachError, BusyncError, MismatchError, UsageError
-from busync.handles import NameMap, Tensors, plan_load
+from busync.errors import AllocationError, AttachError, BusyncError, DeviceError, MismatchError, UsageError
+from busync.handles import CudaEvent, NameMap, Tensors, gpus, plan_load
 from busync.ids import Incarnation, Version
 from busync.manifest import Manifest
 from busync.protocol.effects import Granted
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Loads of fewer bytes run on the loop's own thread: a hop to another one costs more.
 INLINE_LOAD_BYTES = 256 * 1024
+#: Why a version cannot be used, which the publisher is told.
+_CANNOT = (MismatchError, AttachError, AllocationError, DeviceError)
 
 
 class SnapshotOwner(Protocol):
@@ -83,19 +85,20 @@ class Snapshot:
         and tied names share one storage. The version stays leased for as long as this mapping or any tensor, view or
         module parameter made from it lives.
 
-        Tensors on a GPU are the publisher's own memory: an edit in place is seen by everybody. Those of another device
-        than the subscriber's ``device`` are copied to that one.
+        Tensors on a GPU are the publisher's own memory: an edit in place is seen by everybody. The first use of a
+        segment there takes some milliseconds. Those of another device than the subscriber's ``device`` are copied to
+        that one, which takes as long as the copy. Copies keep no lease.
 
         Raises:
             UsageError: the snapshot was released or spent by ``load_into``.
             AllocationError: the memory cannot be mapped, or a GPU has no room for a copy.
-            AttachError: memory on a GPU cannot be opened here; the publisher is told.
+            AttachError, DeviceError: memory on a GPU cannot be opened here, or copied; the publisher is told.
         """
         hold = self._held()
         if self._tensors is None:
             try:
                 self._tensors = Tensors(hold.own_memory(), hold)
-            except (AttachError, AllocationError) as error:
+            except _CANNOT as error:
                 self._owner.fail(hold, "attach", str(error))
                 raise
         return self._tensors
@@ -110,24 +113,27 @@ class Snapshot:
         Afterwards the snapshot is spent and its lease ends, unless ``tensors`` was taken or this is inside
         ``async with snapshot:``. Cancelling waits for a copy that has begun; the modules are then completely loaded.
         Nobody may use the modules meanwhile, coroutines included; assign ``tensors`` to exchange weights in one step.
+        What the caller had queued on its GPUs, on the current streams, comes before the copy.
 
         Raises:
             MismatchError: the version does not fit; nothing was changed, and the publisher is told.
             UsageError: the snapshot was released or spent, or this is not the subscriber's loop.
             AllocationError: the memory cannot be mapped.
+            AttachError: memory on a GPU cannot be opened here; DeviceError: a GPU has failed. The publisher is told.
             ClosedError: the subscriber was closed.
         """
         hold = self._held()
         self._owner.ensure_here()
         cancelled = False
         try:
-            if self.nbytes < INLINE_LOAD_BYTES:
-                self._copy(hold, modules, strict, map)
+            queued = gpus.marks()
+            if self.nbytes < INLINE_LOAD_BYTES and not self.manifest.devices and not queued:
+                self._copy(hold, modules, strict, map, queued)
             else:
                 # The thread may refer to the job a little longer than we wait for it, so the job gives the hold up.
                 box = [hold]
-                cancelled = await finish(self._owner.run(lambda: self._copy(box.pop(), modules, strict, map)))
-        except (MismatchError, AttachError, AllocationError) as error:
+                cancelled = await finish(self._owner.run(lambda: self._copy(box.pop(), modules, strict, map, queued)))
+        except _CANNOT as error:
             self._failed(hold, error)
             raise
         self._loaded(hold)
@@ -139,8 +145,8 @@ class Snapshot:
         hold = self._held()
         self._owner.ensure_here()
         try:
-            self._copy(hold, modules, strict, map)
-        except (MismatchError, AttachError, AllocationError) as error:
+            self._copy(hold, modules, strict, map, gpus.marks())
+        except _CANNOT as error:
             self._failed(hold, error)
             raise
         self._loaded(hold)
@@ -153,9 +159,11 @@ class Snapshot:
         if self._tensors is None and not self._blocks:
             self.release()
 
-    def _copy(self, hold: Hold, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None) -> None:
-        plan = plan_load(self.version, self.manifest, modules, strict=strict, map=map)
-        hold.load(plan)
+    def _copy(
+        self, hold: Hold, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None,
+        queued: Mapping[int, CudaEvent],
+    ) -> None:  # fmt: skip
+        hold.load(plan_load(self.version, self.manifest, modules, strict=strict, map=map), queued)
 
     async def ack(self) -> None:
         """Tell the publisher that this version is in use here. Asking for the next version says it as well.

@@ -102,7 +102,7 @@ class Subscriber(Asking):
         if self._closed or self._opened:
             raise ClosedError("subscriber") if self._closed else UsageError("this subscriber is open already")
         self.endpoint.check_client()
-        device = gpus.exporter().device(self._device) if self._device is not None else None
+        device = gpus.device_of(self._device) if self._device is not None else None
         self._attachment = Attachment(self.endpoint, self._core, self, device)
         self._opened = True
         forks.register(self)

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
 from torch.multiprocessing import reductions
 
-from busync.errors import AttachError, DeviceError
+from busync.errors import AttachError, BusyncError, DeviceError
 from busync.manifest import DEVICE, MAX_SEGMENT_BYTES
 from busync.wire import Value
 
@@ -66,6 +67,27 @@ def buffer_bytes(nbytes: int) -> int:
 def canary_offset(nbytes: int) -> int:
     """Where the canary of a segment of ``nbytes`` bytes lies."""
     return -(-nbytes // _TRAILER_BYTES) * _TRAILER_BYTES
+
+
+def first_line(error: BaseException) -> str:
+    """What torch says, without what it adds for people who debug it."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+@contextmanager
+def device_errors(device: str, what: str) -> Iterator[None]:
+    """The one place where errors of torch about a device become ours.
+
+    Raises:
+        DeviceError: the device has failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, BusyncError):
+            raise
+        reason = f"{what} failed ({first_line(error)})"
+        raise DeviceError(device, reason, "look for the first error that the device had") from error
 
 
 # What torch gives

@@ -9,6 +9,7 @@ import torch
 
 from busync.errors import ClosedError, HandleError
 from busync.handles.build import TensorBuilder
+from busync.handles.cuda import device_errors
 from busync.handles.cuda_backend import CudaBackend
 from busync.handles.tensors import TORCH_DTYPES
 from busync.manifest import Manifest, TensorSpec
@@ -94,8 +95,9 @@ class CudaTensorBuilder(_OnDevice):
 class CudaLoadBuilder(_OnDevice):
     """Builds tensors to copy from, for the time of a ``with`` block; at its end every copy is done. Not for callers."""
 
-    def __init__(self, backend: CudaBackend, index: int, flat: torch.Tensor, manifest: Manifest) -> None:
+    def __init__(self, backend: CudaBackend, device: str, index: int, flat: torch.Tensor, manifest: Manifest) -> None:
         super().__init__(backend, index, manifest)
+        self._device = device
         self._whole: torch.Tensor | None = flat
 
     def _bytes(self, group: int) -> torch.Tensor:
@@ -114,4 +116,5 @@ class CudaLoadBuilder(_OnDevice):
 
     def __exit__(self, *_: object) -> None:
         self.drop()
-        self._backend.synchronize(self._index)  # also after an error: what was queued still reads
+        with device_errors(self._device, "what was queued"):
+            self._backend.synchronize(self._index)  # also after an error: what was queued still reads

@@ -20,13 +20,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from msgspec import Struct
 
 from busync.errors import AttachError, DeviceError
 from busync.forks import ForkAware, ensure_same_process, fork_lock, immortal, register
-from busync.handles.cuda import CANARY_BYTES, CudaHandle, canary_offset, torch_arguments
+from busync.handles.cuda import CANARY_BYTES, CudaHandle, canary_offset, device_errors, first_line, torch_arguments
 from busync.handles.cuda_backend import CudaBackend
 from busync.handles.cuda_build import CudaLoadBuilder, CudaTensorBuilder
 from busync.handles.cuda_memory import CudaExporter, CudaSegment, find_device
@@ -38,15 +39,12 @@ logger = logging.getLogger("busync")
 class Import:
     """One opened segment, or one of this process's own. Closed with the last reference to it, and to ``flat``."""
 
-    __slots__ = ("__weakref__", "address", "flat", "foreign", "index", "nbytes", "own")
+    __slots__ = ("__weakref__", "address", "flat", "index", "nbytes", "own")
 
-    def __init__(
-        self, flat: torch.Tensor, index: int, nbytes: int, *, foreign: bool = False, own: bool = False
-    ) -> None:
+    def __init__(self, flat: torch.Tensor, index: int, nbytes: int, *, own: bool = False) -> None:
         self.flat = flat
         self.index = index
         self.nbytes = nbytes
-        self.foreign = foreign  #: opened on another device than it lies on: good for copies only
         self.own = own  #: published by this process
         self.address = flat.data_ptr()
 
@@ -85,9 +83,11 @@ class ReceivedSegment:
         self.handle = handle
         self._on = on if on is not None else handle.device
         self._importer = importer
+        self._opening = threading.RLock()  #: several threads may ask for tensors of one session
         self._opened: Import | None = None
-        self._error: AttachError | None = None
-        self._over = False
+        #: why it could not be opened. Not the error: its traceback refers to the version, whose lease it would keep
+        self._refusal: tuple[Any, ...] | None = None
+        self._closed = False
 
     @property
     def foreign(self) -> bool:
@@ -100,18 +100,18 @@ class ReceivedSegment:
         Raises:
             AttachError: it cannot be opened, does not show what the publisher has written, or was closed.
         """
-        if self._error is not None:
-            raise self._error
-        if self._opened is None:
-            if self._over:
-                raise AttachError(self.segment, "its session ended before it was opened", "take the next version")
-            self._over = True
-            try:
-                self._opened = self._importer.open(self.segment, self.handle, self.nbytes, self._on)
-            except AttachError as error:
-                self._error = error
-                raise
-        return self._opened
+        with self._opening:
+            if self._refusal is not None:
+                raise AttachError(*self._refusal)
+            if self._opened is None:
+                if self._closed:
+                    raise AttachError(self.segment, "its session ended before it was opened", "take the next version")
+                try:
+                    self._opened = self._importer.open(self.segment, self.handle, self.nbytes, self._on)
+                except AttachError as error:
+                    self._refusal = error.args
+                    raise
+            return self._opened
 
     def map(self, manifest: Manifest, on_release: Callable[[], object]) -> CudaTensorBuilder:
         """A builder of one version's tensors. ``on_release`` is called when nothing can read the version any more.
@@ -119,12 +119,10 @@ class ReceivedSegment:
         It is called once, on another thread, after the last tensor is gone and the device has done what was queued.
 
         Raises:
-            AttachError: see ``open``; or it lies on a device that the reader does not use.
+            AttachError: see ``open``.
         """
+        assert not self.foreign, "used in place on another device"
         opened = self.open()
-        if opened.foreign:
-            reason = f"it is on {self.handle.device}, and this reader uses {self._on}"
-            raise AttachError(self.segment, reason, "copy it with load_into")
         use = self._importer.use(opened, on_release)
         backend = self._importer.backend
         return CudaTensorBuilder(backend, opened.index, opened.address, opened.nbytes, manifest, keep=use)
@@ -135,12 +133,15 @@ class ReceivedSegment:
         Raises:
             AttachError: see ``open``.
             AllocationError: the device has not that much to spare.
+            DeviceError: it has failed.
         """
         opened, backend = self.open(), self._importer.backend
-        own = backend.allocate(opened.index, opened.nbytes)
-        stream = backend.stream(opened.index)
-        stream.copy(own, opened.flat[: opened.nbytes])
-        stream.mark().synchronize()
+        with device_errors(self._on, "the copy from another device"):
+            own = backend.allocate(opened.index, opened.nbytes)
+            stream = backend.stream(opened.index)
+            stream.wait(backend.mark(opened.index))  # the memory may be what this thread's work has just given back
+            stream.copy(own, opened.flat[: opened.nbytes])
+            stream.mark().synchronize()
         return CudaTensorBuilder(backend, opened.index, own.data_ptr(), opened.nbytes, manifest, keep=own)
 
     def load(self, manifest: Manifest) -> CudaLoadBuilder:
@@ -150,14 +151,15 @@ class ReceivedSegment:
             AttachError: see ``open``.
         """
         opened = self.open()
-        return CudaLoadBuilder(self._importer.backend, opened.index, opened.flat, manifest)
+        return CudaLoadBuilder(self._importer.backend, self._on, opened.index, opened.flat, manifest)
 
     def close(self) -> None:
         """The session needs it no more. Versions that are still in use keep it open; one never opened is given back."""
-        if not self._over:
-            self._over = True
-            self._importer.give_back(self.handle)
-        self._opened = None
+        with self._opening:
+            if self._opened is None and self._refusal is None and not self._closed:
+                self._importer.give_back(self.handle)
+            self._closed = True
+            self._opened = None
 
 
 class CudaImporter(ForkAware):
@@ -167,7 +169,7 @@ class CudaImporter(ForkAware):
         self.backend: CudaBackend = exporter.backend
         self._exporter = exporter  #: of this process
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  #: a finalizer may ask for tensors of its own
         #: by the device that opened it, memory and offset
         self._imports: weakref.WeakValueDictionary[tuple[str, bytes, int], Import] = weakref.WeakValueDictionary()
         self._ended: deque[tuple[Import, Callable[[], object]]] = deque()
@@ -212,19 +214,24 @@ class CudaImporter(ForkAware):
             index = find_device(self.backend, on)
         except DeviceError as error:
             raise AttachError(segment, error.text, error.remedy) from error
-        foreign = on != handle.device
-        if not foreign and handle.offset + handle.nbytes > self.backend.total_bytes(index):
+        if on == handle.device and handle.offset + handle.nbytes > self.backend.total_bytes(index):
             raise AttachError(segment, f"cuda:{index} has no {handle.offset + handle.nbytes} bytes")
         try:
             flat = self.backend.rebuild(torch_arguments(handle, index))
         except (RuntimeError, ValueError, TypeError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise AttachError(segment, f"cuda:{index} cannot open it ({reason})", _OPEN_REMEDY) from error
+            raise AttachError(segment, f"cuda:{index} cannot open it ({first_line(error)})", _OPEN_REMEDY) from None
         start = canary_offset(nbytes)
-        if self.backend.read(flat[start : start + CANARY_BYTES]) != handle.canary:
-            del flat
-            raise AttachError(segment, f"cuda:{index} does not show what the publisher wrote", _OPEN_REMEDY)
-        return Import(flat, index, nbytes, foreign=foreign)
+        try:
+            shows = self.backend.read(flat[start : start + CANARY_BYTES])
+        except RuntimeError as error:
+            shows = b""
+            reason = f"cuda:{index} cannot read it ({first_line(error)})"
+        else:
+            reason = f"cuda:{index} does not show what the publisher wrote"
+        if shows != handle.canary:
+            del flat  # torch counts the export down, once
+            raise AttachError(segment, reason, _OPEN_REMEDY)
+        return Import(flat, index, nbytes)
 
     def _share(self, segment: int, own: CudaSegment) -> Import:
         """The memory of this very process, without opening anything."""

@@ -36,7 +36,9 @@ from busync.handles.cuda import (
     CudaHandle,
     buffer_bytes,
     canary_offset,
+    device_errors,
     ensure_layout,
+    first_line,
     name_fields,
 )
 from busync.handles.cuda_backend import CudaBackend, CudaEvent, CudaStream, TorchCuda
@@ -137,6 +139,7 @@ class CudaSegment:
         self._targets: list[torch.Tensor] = []
         self._canary = secrets.token_bytes(CANARY_BYTES)
         start = canary_offset(nbytes)
+        # This waits for the thread's own stream, on which the memory was given out. The copies have another one.
         self._backend.write(flat[start : start + CANARY_BYTES], self._canary)
 
     @property
@@ -211,10 +214,8 @@ class CudaSegment:
         Raises:
             DeviceError: the device has failed.
         """
-        try:
+        with device_errors(self.device, "the copy"):
             self.write(plan, after).synchronize()
-        except RuntimeError as error:
-            raise self._failed("the copy", error) from error
 
     def wait(self, events: Iterable[CudaEvent]) -> None:
         """Block until the caller's own work on the device is done up to ``events``.
@@ -222,16 +223,9 @@ class CudaSegment:
         Raises:
             DeviceError: the device has failed.
         """
-        try:
+        with device_errors(self.device, "what was queued before"):
             for event in events:
                 event.synchronize()
-        except RuntimeError as error:
-            raise self._failed("what was queued before", error) from error
-
-    def _failed(self, what: str, error: RuntimeError) -> DeviceError:
-        return DeviceError(
-            self.device, f"{what} failed ({_first_line(error)})", "look for the first error of the device"
-        )
 
     def drop(self) -> None:
         """Let go of the memory. It is free once the last export has ended and ``reap`` was called."""
@@ -252,6 +246,7 @@ class CudaExporter(ForkAware):
     def __init__(self, backend: CudaBackend | None = None) -> None:
         self.backend: CudaBackend = backend if backend is not None else TorchCuda()
         self._lock = threading.Lock()
+        self._proving = threading.Lock()
         self._pid = os.getpid()
         #: by UUID: whether memory of the device can be exported, or with what a DeviceError says that it cannot
         self._proven: dict[str, tuple[Any, ...] | None] = {}
@@ -295,7 +290,7 @@ class CudaExporter(ForkAware):
             AllocationError: it has not that much to spare.
         """
         index = self.index(device)
-        with self._lock:
+        with self._proving:  # a lock of its own: a probe takes a while, and the books are asked for on event loops
             if device not in self._proven:
                 try:
                     self._probe(device, index)
@@ -306,7 +301,7 @@ class CudaExporter(ForkAware):
             refusal = self._proven[device]
             if refusal is not None:
                 raise DeviceError(*refusal)
-        with fork_lock:
+        with fork_lock, device_errors(device, "a segment"):
             return self._make(device, index, nbytes)
 
     def _make(self, device: str, index: int, nbytes: int) -> CudaSegment:
@@ -420,13 +415,13 @@ class CudaExporter(ForkAware):
         except AllocationError:
             raise
         except RuntimeError as error:
-            raise self._refusal(device, f"the probe could not be allocated ({_first_line(error)})") from error
+            raise self._refusal(device, f"the probe could not be allocated ({first_line(error)})") from error
         try:
             if self.backend.allocations(index) <= before:  # it only grows, whatever other threads do meanwhile
                 raise self._refusal(device, "torch's caching allocator is not in use")
             counts = self._count_probe(segment)
         except RuntimeError as error:
-            raise self._refusal(device, f"the probe could not be exported ({_first_line(error)})") from error
+            raise self._refusal(device, f"the probe could not be exported ({first_line(error)})") from error
         finally:
             segment.drop()
             self.backend.collect()
@@ -468,7 +463,3 @@ def find_device(backend: CudaBackend, device: str) -> int:
             device, f"this process does not see it; it sees {there}", "let CUDA_VISIBLE_DEVICES name it here too"
         )
     return seen[device]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import torch
 
-from busync.errors import OptionError
+from busync.errors import DeviceError, OptionError
 from busync.forks import fork_lock
+from busync.handles.cuda import device_errors
 from busync.handles.cuda_backend import CudaEvent
 from busync.handles.cuda_import import CudaImporter
 from busync.handles.cuda_memory import CudaExporter
@@ -30,18 +31,49 @@ def importer() -> CudaImporter:
 
 
 def marks() -> dict[int, CudaEvent]:
-    """This moment in the calling thread's work on every device that this process uses, by index."""
-    return exporter().backend.marks()
+    """This moment in the calling thread's work on every device that this process uses, by index.
+
+    Raises:
+        DeviceError: a device has failed.
+    """
+    with device_errors("cuda", "what was queued before"):
+        return exporter().backend.marks()
+
+
+def wait(queued: Mapping[int, CudaEvent]) -> None:
+    """Wait until what was queued before ``marks`` is done.
+
+    Raises:
+        DeviceError: a device has failed.
+    """
+    for index, event in queued.items():
+        with device_errors(f"cuda:{index}", "what was queued before"):
+            event.synchronize()
 
 
 def releasing() -> bool:
-    """Whether versions on GPUs have ended here whose leases are about to end."""
-    return _importer is not None and _importer.releasing
+    """Whether versions on GPUs have ended in this process whose leases are about to end."""
+    return _importer is not None and _pid == os.getpid() and _importer.releasing
 
 
 def relays(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether some of these tensors are memory that another process has published."""
     return _importer is not None and importer().received([tensor.data_ptr() for tensor in tensors])
+
+
+def device_of(index: int) -> str:
+    """The UUID of the device that a reader uses.
+
+    Raises:
+        DeviceError: this process does not see it.
+    """
+    backend = exporter().backend
+    seen = {number: uuid for uuid, number in backend.devices().items()} if not backend.problem() else {}
+    if index not in seen:
+        there = ", ".join(f"cuda:{number}" for number in sorted(seen)) or "none"
+        reason = backend.problem() or f"this process does not see it; it sees {there}"
+        raise DeviceError(f"cuda:{index}", reason, "name another device, or none")
+    return seen[index]
 
 
 def check_device(device: object) -> int | None:
@@ -58,17 +90,22 @@ def check_device(device: object) -> int | None:
             named = torch.device(device)
         elif type(device) is int and device >= 0:
             named = torch.device("cuda", device)
-    if named is None or named.type != "cuda":
-        raise OptionError("device", device, 'a CUDA device, for instance "cuda:0"')
-    return int(named.index or 0)
+    if named is None or named.type != "cuda" or named.index is None:
+        raise OptionError("device", device, 'a CUDA device with its number, for instance "cuda:0"')
+    return int(named.index)
 
 
 def finish(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until everything is done that this process has queued on the devices of ``tensors``."""
+    """Wait until everything is done that this process has queued on the devices of ``tensors``.
+
+    Raises:
+        DeviceError: a device has failed.
+    """
     backend = exporter().backend
     for index in {backend.index_of(tensor) for tensor in tensors} - {None}:
         assert index is not None
-        backend.synchronize(index)
+        with device_errors(f"cuda:{index}", "what was queued"):
+            backend.synchronize(index)
 
 
 def _both() -> tuple[CudaExporter, CudaImporter]:

@@ -104,6 +104,11 @@ class SubscriberProtocol:
         """Those of them that the application has: one may be of a version which is still arriving."""
         return self.taken - (self._announce is not None)
 
+    @property
+    def full(self) -> bool:
+        """Whether the publisher grants nothing until a lease ends."""
+        return len(self.leases) >= self.max_held
+
     def without_hold(self, holds: Container[LeaseId]) -> list[LeaseId]:
         """Leases of versions that the application was handed, and that are not among ``holds``."""
         arriving = self._announce.lease if self._announce is not None else None
@@ -185,7 +190,9 @@ class SubscriberProtocol:
         if not self.attached:
             return
         if self._want is not None:
-            if self._want.have == have:
+            # It may be that only leases stand in its way which were needed when it was said.
+            stuck = self.full and self.spare and self._announce is None
+            if self._want.have == have and not stuck:
                 return
             self._withdraw(self._want)
         if have is not None:

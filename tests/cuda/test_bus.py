@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -19,7 +20,7 @@ from busync.errors import AttachError, DeviceError, LoanInUse, OptionError
 from busync.handles import gpus
 from busync.handles.cuda_import import CudaImporter
 from busync.handles.cuda_memory import WORN_EXPORTS, CudaExporter
-from tests.cuda.fake import FakeGpu, FakeProcess
+from tests.cuda.fake import FakeGpu, FakeProcess, FakeStream
 from tests.support.mutants import Mutant
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("runtime_dir")]
@@ -63,7 +64,7 @@ MUTANTS = {
     ),
     "test_a_reader_that_opens_nothing_costs_nothing_after_its_session": (
         Mutant(
-            IMPORT, "            self._importer.give_back(self.handle)\n        self._opened", "        self._opened",
+            IMPORT, "                self._importer.give_back(self.handle)\n            self._closed", "                pass\n            self._closed",
             "an export that was never opened is never given back",
         ),
         Mutant(
@@ -305,7 +306,7 @@ async def test_a_subscriber_in_the_publishers_process_gets_the_original_memory(
 
 async def test_a_reader_on_another_device_gets_a_copy_there(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, visible=[1])
-    machine.exporter.device = lambda index: machine.gpu.devices[1] if index == 5 else machine.gpu.devices[index]  # type: ignore[method-assign]
+    monkeypatch.setattr(gpus, "device_of", lambda _: machine.gpu.devices[1])
     source = on_gpu(machine, weights(1))
     async with busync.Publisher("p", max_segments=2, lease_timeout=30) as pub, busync.Subscriber("p", device=5) as sub:
         await pub.publish(source)
@@ -342,6 +343,118 @@ async def test_who_does_not_see_the_device_says_so(monkeypatch: pytest.MonkeyPat
         del snapshot
     source.clear()
     machine.finished()
+
+
+async def test_who_cannot_open_it_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, visible=[1])
+    source = on_gpu(machine, weights(1))
+    async with busync.Publisher("p", max_segments=2, lease_timeout=30) as pub, busync.Subscriber("p") as sub:
+        for version in range(1, 6):
+            await pub.publish(source)
+            snapshot = await sub.next(timeout=5)
+            assert snapshot.version == version
+            with pytest.raises(AttachError):
+                snapshot.tensors  # noqa: B018
+            del snapshot
+    source.clear()
+    machine.finished()
+
+
+async def test_two_threads_open_a_segment_once(machine: Machine) -> None:
+    source = on_gpu(machine, weights(1))
+    async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
+        await pub.publish(source)
+        asked = [await sub.next(timeout=5), await sub.latest(timeout=5)]
+        rebuild, begun, go_on = machine.reader.rebuild, threading.Event(), threading.Event()
+
+        def slowly(arguments: tuple[object, ...]) -> torch.Tensor:
+            begun.set()
+            go_on.wait(5)
+            return rebuild(arguments)
+
+        machine.reader.rebuild = slowly  # type: ignore[method-assign]
+        one = asyncio.create_task(asyncio.to_thread(lambda: same(asked[0].tensors, weights(1))))
+        await asyncio.to_thread(begun.wait, 5)
+        two = asyncio.create_task(asyncio.to_thread(lambda: same(asked[1].tensors, weights(1))))
+        go_on.set()
+        assert await one
+        assert await two
+        assert pub.status()["counters"].get("nacks", 0) == 0
+        asked.clear()
+    source.clear()
+
+
+async def test_memory_that_cannot_be_read_is_counted_down_once(machine: Machine) -> None:
+    source = on_gpu(machine, weights(1))
+
+    def fail(_: torch.Tensor) -> bytes:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand much more")
+
+    machine.reader.read = fail  # type: ignore[method-assign, assignment]
+    async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
+        await pub.publish(source)
+        snapshot = await sub.next(timeout=5)
+        for _ in range(2):
+            with pytest.raises(AttachError, match=r"cannot read it .CUDA error: an illegal memory access"):
+                snapshot.tensors  # noqa: B018
+        del snapshot
+    source.clear()
+
+
+async def test_a_copy_from_another_device_waits_for_what_reads_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, visible=[1])
+    monkeypatch.setattr(gpus, "device_of", lambda _: machine.gpu.devices[1])
+    source = on_gpu(machine, weights(1))
+    async with busync.Publisher("p") as pub, busync.Subscriber("p", device=0) as sub:
+        await pub.publish(source)
+        snapshot = await sub.next(timeout=5)
+        read: list[bool] = []
+        machine.reader.current.queue(lambda: read.append(True))
+        copy = FakeStream.copy
+
+        def late(stream: FakeStream, target: torch.Tensor, source: torch.Tensor) -> None:
+            stream.queue(lambda: read.append(False) if not read else None)
+            copy(stream, target, source)
+
+        monkeypatch.setattr(FakeStream, "copy", late)
+        assert same(snapshot.tensors, weights(1))
+        assert read == [True], "it was copied over what a kernel had still to read"
+        del snapshot
+    source.clear()
+    monkeypatch.undo()
+    machine.finished()
+
+
+async def test_a_load_waits_for_what_the_caller_has_queued(machine: Machine) -> None:
+    model = nn.Linear(8, 8).requires_grad_(False)
+    seen: list[float] = []
+    async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
+        await pub.publish({name: torch.full_like(tensor, 7.0) for name, tensor in model.state_dict().items()})
+        snapshot = await sub.next(timeout=5)
+        before = float(model.weight[0, 0])
+        machine.publisher.current.queue(lambda: seen.append(float(model.weight[0, 0])))  # a kernel that reads later
+        await snapshot.load_into(model)
+        assert seen == [before]
+        assert bool((model.weight == 7.0).all())
+
+
+async def test_a_gpu_that_fails_is_named(machine: Machine) -> None:
+    source = on_gpu(machine, weights(1))
+    model = nn.Linear(2, 2)
+    async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
+        await pub.publish({name: machine.put(tensor) for name, tensor in model.state_dict().items()})
+        snapshot = await sub.next(timeout=5)
+
+        def fail(_: int) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered\nand much more")
+
+        synchronize, machine.reader.synchronize = machine.reader.synchronize, fail  # type: ignore[method-assign, assignment]
+        with pytest.raises(DeviceError, match=r"failed .CUDA error: device-side assert triggered."):
+            await snapshot.load_into(model)
+        machine.reader.synchronize = synchronize  # type: ignore[method-assign]
+        await until(lambda: "device-side assert" in pub.status()["subscribers"][0]["reason"])
+        del snapshot
+    source.clear()
 
 
 async def test_a_gpu_whose_memory_cannot_be_shared_is_refused_and_the_cpu_works_on(machine: Machine) -> None:

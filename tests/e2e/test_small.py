@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 import busync
 from busync import blocking
+from busync.fds import open_fds
 from busync.handles import COPY_BYTES
 from tests.support import patterns
 
@@ -153,3 +155,35 @@ def test_the_bound_is_where_the_documents_say(bus: Bus, more: int) -> None:
     assert leases(pub) == ([1, 2] if more else [2])
     assert snapshot.version == 2
     assert bool((tensors["w"] == 1).all())
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_stands_is_said_again_when_leases_are_not_needed() -> None:
+    async with busync.Publisher("p") as pub, busync.Subscriber("p", name="a") as sub:
+        await pub.publish(state(1))
+        first = await sub.next(timeout=5)
+        late = asyncio.create_task(sub.wait_version(4, timeout=5))
+        await asyncio.sleep(0)
+        next_one = asyncio.create_task(sub.next(timeout=5))
+        await asyncio.sleep(0.02)
+        await pub.publish(state(2))
+        second = await next_one
+        kept = [dict(first.tensors), dict(second.tensors)]  # the request that stands was said before these were copied
+        await pub.publish(state(3))
+        await pub.publish(state(4))
+        assert (await late).version == 4
+        assert right(kept[0], 1)
+        assert right(kept[1], 2)
+
+
+def test_many_small_snapshots_keep_few_descriptors() -> None:
+    with blocking.Publisher("p", max_segments=2) as pub, blocking.Subscriber("p") as sub:
+        kept = []
+        for version in range(30):
+            pub.publish({"w": torch.ones(4000 * (1 + version % 3))})
+            kept.append(sub.next(timeout=5))
+            assert kept[-1].tensors["w"].sum() > 0
+            if version == 6:
+                before = open_fds()
+        assert open_fds() <= before + 1
+        assert all(bool((snapshot.tensors["w"] == 1).all()) for snapshot in kept)

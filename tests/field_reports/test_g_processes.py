@@ -87,7 +87,7 @@ MUTANTS = {
         ),
     ),
     "test_b105_a_large_load_leaves_the_loop_responsive": Mutant(
-        "busync/snapshot.py", "if self.nbytes < INLINE_LOAD_BYTES:", "if self.nbytes >= 0:",
+        "busync/snapshot.py", "if self.nbytes < INLINE_LOAD_BYTES and", "if self.nbytes >= 0 and",
         "large loads run on the reader's loop",
     ),
 }  # fmt: skip
