@@ -64,7 +64,7 @@ MUTANTS = {
     ),
     "test_a_reader_that_opens_nothing_costs_nothing_after_its_session": (
         Mutant(
-            IMPORT, "                self._importer.give_back(self.handle)\n            self._closed", "                pass\n            self._closed",
+            IMPORT, "                self._importer.give_back(self.handle)\n", "                pass\n",
             "an export that was never opened is never given back",
         ),
         Mutant(
