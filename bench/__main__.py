@@ -90,7 +90,7 @@ def say(text: str) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--gpu", action="store_true", help="weights on a GPU, and nothing else; takes six minutes")
+    parser.add_argument("--gpu", action="store_true", help="weights on a GPU, and nothing else; in some six minutes")
     parser.add_argument(
         "--full", action="store_true", help="every cell; takes hours. On a GPU: all turns of all systems"
     )

@@ -231,6 +231,7 @@ class Publisher(PublisherBase):
         Raises:
             ExportError: something in the source cannot be published; nothing was announced.
             AllocationError, FdError: no memory could be had; nothing was announced.
+            DeviceError: memory of a GPU cannot be shared, and why, or the GPU has failed; nothing was announced.
             PoolExhausted: the publisher's own loans hold every segment.
             OptionError: an argument is not allowed.
             ClosedError: the publisher is closed; ForkedError: it belongs to the parent process.

@@ -133,7 +133,7 @@ class _Word(Struct, eq=False, gc=False):
 class Hold:
     """This process's use of one version, under one lease.
 
-    When it dies, nothing of the version can be read here any more, and Release is sent. The bytes of a small version
+    When it dies, nothing here can read the version in its segment any more, and Release is sent. The bytes of a small version
     are copied when they are first needed. From then on the lease is not needed, and ends with the next Want if the hold
     lives as long.
     """

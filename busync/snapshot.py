@@ -83,11 +83,11 @@ class Snapshot:
         Plain tensors without gradient, over memory that is shared with the publisher copy-on-write: an edit in place
         stays in this process. (A version of up to 64 KiB is copied: that takes less than a mapping.) They keep strides,
         and tied names share one storage. The version stays leased for as long as this mapping or any tensor, view or
-        module parameter made from it lives.
+        module parameter made from it lives, unless they are copies, which hold no lease.
 
         Tensors on a GPU are the publisher's own memory: an edit in place is seen by everybody. The first use of a
         segment there takes some milliseconds. Those of another device than the subscriber's ``device`` are copied to
-        that one, which takes as long as the copy. Copies keep no lease.
+        that one, which takes as long as the copy.
 
         Raises:
             UsageError: the snapshot was released or spent by ``load_into``.
@@ -180,7 +180,7 @@ class Snapshot:
         self._owner.acknowledge(hold)
 
     def release(self) -> None:
-        """Drop the snapshot's own references. The lease ends with the last tensor that the caller still has."""
+        """Drop the snapshot's own references. The lease ends with the last tensor that the caller has, copies apart."""
         self._hold = self._tensors = None
 
     async def digest(self, timeout: float = 30.0) -> bytes:

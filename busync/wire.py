@@ -86,7 +86,7 @@ class Ack(Message, frozen=True, kw_only=True):
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """No tensor of this lease is left in the process."""
+    """The process can no longer read this lease's version in its segment; copies of it may live on."""
 
     lease: Number  #: of this session; unknown ones are ignored
 
@@ -144,7 +144,7 @@ class DeviceSegment(Message, frozen=True, kw_only=True):
 
 
 class Forget(Message, frozen=True, kw_only=True):
-    """These segments have left the pool: close what is cached of them. The session holds no lease on them."""
+    """These segments have left the pool: close what is kept of them. The session holds no lease on them."""
 
     incarnation: Number  #: the publisher's
     segments: Annotated[tuple[Number, ...], Meta(max_length=1024)]  #: will never be announced again

@@ -160,7 +160,7 @@ class Granted(Struct, frozen=True):
 
 
 class ForgetSegments(Struct, frozen=True):
-    """Drop the cached descriptors, mappings and imports of these segments."""
+    """Drop the descriptors, mappings and imports that are kept of these segments."""
 
     segments: tuple[SegmentId, ...]
 
