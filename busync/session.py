@@ -133,9 +133,9 @@ class _Word(Struct, eq=False, gc=False):
 class Hold:
     """This process's use of one version, under one lease.
 
-    When it dies, nothing here can read the version in its segment any more, and Release is sent. The bytes of a small version
-    are copied when they are first needed. From then on the lease is not needed, and ends with the next Want if the hold
-    lives as long.
+    When it dies, nothing here can read the version in its segment any more, and Release is sent. The bytes of a small
+    version are copied when they are first needed. From then on the lease is not needed, and ends with the next Want if
+    the hold lives as long.
     """
 
     def __init__(
