@@ -16,11 +16,12 @@ from busync import forks
 from busync.attachment import Attachment
 from busync.errors import BusyncError, ClosedError, OptionError, PinnedError, UsageError, WaitTimeout
 from busync.handles import gpus, unmapping
+from busync.holds import Hold
 from busync.ids import Incarnation, Version
 from busync.options import check_seconds
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
-from busync.session import Hold, Session
+from busync.session import Session
 from busync.snapshot import Snapshot
 from busync.transport.endpoint import Endpoint
 

@@ -12,10 +12,10 @@ from busync import forks
 from busync.calls import finish
 from busync.errors import AllocationError, AttachError, BusyncError, DeviceError, MismatchError, UsageError
 from busync.handles import CudaEvent, NameMap, Tensors, gpus, plan_load
+from busync.holds import Hold
 from busync.ids import Incarnation, Version
 from busync.manifest import Manifest
 from busync.protocol.effects import Granted
-from busync.session import Hold
 from busync.wire import NackCode
 
 if TYPE_CHECKING:

@@ -27,11 +27,12 @@ from busync.errors import (
     WaitTimeout,
 )
 from busync.handles import gpus
+from busync.holds import Hold
 from busync.ids import DEFAULT_TOPIC, Incarnation, Version
 from busync.options import SubscriberOptions, check_seconds
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol, make_nack
-from busync.session import Hold, Session
+from busync.session import Session
 from busync.snapshot import Snapshot
 from busync.transport.endpoint import Endpoint
 from busync.wire import NackCode, encode

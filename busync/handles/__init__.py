@@ -26,7 +26,8 @@ from busync.handles.cuda import CudaHandle, decode_handle, encode_handle
 from busync.handles.cuda_backend import CudaEvent
 from busync.handles.cuda_build import CudaTensorBuilder
 from busync.handles.cuda_import import ReceivedSegment
-from busync.handles.cuda_memory import CudaSegment, Export, Reader
+from busync.handles.cuda_memory import CudaSegment, Export
+from busync.handles.cuda_reader import Reader
 from busync.handles.digest import content_digest
 from busync.handles.layout import Plan, like_plan, plan
 from busync.handles.load import LoadPlan, NameMap, plan_load

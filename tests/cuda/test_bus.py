@@ -28,13 +28,14 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("runtime_dir")]
 State = dict[str, torch.Tensor]
 IMPORT, MEMORY = "busync/handles/cuda_import.py", "busync/handles/cuda_memory.py"
 PUBLISHING, SERVER, SESSION = "busync/publishing.py", "busync/server.py", "busync/session.py"
+HOLDS = "busync/holds.py"
 MUTANTS = {
     "test_a_version_is_on_the_cpu_and_on_two_gpus": Mutant(
         "busync/handles/mixed.py", "GroupSpec(old.offset_bytes, old.nbytes, memory)",
         "GroupSpec(old.offset_bytes, old.nbytes, min(memory, 1))", "a tensor is read on another device",
     ),
     "test_a_segment_is_not_written_while_a_tensor_of_it_lives": Mutant(
-        SESSION, "memory.map(self.manifest, partial(_let_go, self))", "memory.map(self.manifest, int)",
+        HOLDS, "memory.map(self.manifest, partial(_let_go, self))", "memory.map(self.manifest, int)",
         "a lease ends with its snapshot, and not with its tensors",
     ),
     "test_a_release_waits_for_what_the_reader_has_queued": Mutant(
@@ -56,7 +57,7 @@ MUTANTS = {
         "a loan is announced before the learner has written it",
     ),
     "test_a_reader_on_another_device_gets_a_copy_there": Mutant(
-        SESSION, "if memory.foreign:", "if False:", "a reader uses a device that it was told not to use",
+        HOLDS, "if memory.foreign:", "if False:", "a reader uses a device that it was told not to use",
     ),
     "test_all_or_nothing_when_one_device_is_full": Mutant(
         "busync/pool.py", "        except BaseException:\n            made.drop()\n            raise\n        finally",

@@ -12,10 +12,11 @@ import torch
 
 from busync import forks
 from busync.errors import AllocationError, AttachError, ClosedError, DeviceError, ForkedError
-from busync.handles import cuda_memory
+from busync.handles import cuda_reader
 from busync.handles.cuda import CudaHandle, buffer_bytes
 from busync.handles.cuda_import import CudaImporter, ReceivedSegment
-from busync.handles.cuda_memory import WORN_EXPORTS, CudaExporter, Reader
+from busync.handles.cuda_memory import WORN_EXPORTS, CudaExporter
+from busync.handles.cuda_reader import Reader
 from tests.cuda import worlds
 from tests.cuda.fake import FakeGpu, FakeProcess, FakeStream
 from tests.cuda.worlds import (
@@ -636,7 +637,7 @@ def test_a_reader_is_gone_when_its_process_is() -> None:
 
 def test_a_reader_that_cannot_be_seen_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Reader.of(0).gone  # what another PID namespace's processes read as
-    monkeypatch.setattr(cuda_memory, "_state", lambda pid: None)  # /proc with hidepid
+    monkeypatch.setattr(cuda_reader, "_state", lambda pid: None)  # /proc with hidepid
     hidden = Reader.of(os.getpid())
     assert not hidden.gone
     assert not Reader.of(1).gone

@@ -15,7 +15,8 @@ from busync.handles.cuda import CudaHandle, decode_handle, encode_handle
 from busync.handles.cuda_build import CudaTensorBuilder
 from busync.handles.cuda_import import CudaImporter, Import, ReceivedSegment, _Use
 from busync.handles.cuda_layout import CudaPlan, plan_cuda
-from busync.handles.cuda_memory import CudaExporter, CudaSegment, Reader
+from busync.handles.cuda_memory import CudaExporter, CudaSegment
+from busync.handles.cuda_reader import Reader
 from busync.manifest import Manifest
 from tests.cuda.fake import FakeGpu, FakeProcess
 

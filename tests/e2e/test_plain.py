@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import busync
-from busync import blocking, session
+from busync import blocking, holds, session
 from busync.handles.unmapper import LARGE_BYTES
 from tests.support import patterns
 
@@ -100,7 +100,7 @@ def test_a_lease_whose_finalizer_was_struck_ends_at_the_next_call(monkeypatch: p
             snapshot = sub.next(5)
             snapshot.ack()
             with monkeypatch.context() as patch:
-                patch.setattr(session._Word, "__del__", lambda word: None)
+                patch.setattr(holds._Word, "__del__", lambda word: None)
                 del snapshot
         pub.publish(patterns.state(1, 5))
         assert sub.next(5).version == 5

@@ -26,7 +26,7 @@ MUTANTS = {
         "a reader keeps the descriptor of every segment that it ever had",
     ),
     "test_b04_a_kept_tensor_costs_memory_and_no_descriptor": Mutant(
-        "busync/session.py",
+        "busync/holds.py",
         "private.map(keep=self)",
         "private.map(keep=(self, segment.fd.dup()))",
         "each mapping in place keeps a descriptor",

@@ -51,7 +51,7 @@ MUTANTS = {
         "descriptors and mappings of segments that have left the pool are kept",
     ),
     "test_b34_finalizers_in_a_cycle_run_before_its_release": Mutant(
-        "busync/session.py", "class _Word(Struct, eq=False, gc=False):", "class _Word(Struct, eq=False):",
+        "busync/holds.py", "class _Word(Struct, eq=False, gc=False):", "class _Word(Struct, eq=False):",
         "the garbage collector ends a lease before the finalizers that still use it",
     ),
     "test_b35_the_source_may_go_as_soon_as_publish_returns": Mutant(

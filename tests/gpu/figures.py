@@ -15,7 +15,8 @@ from busync.handles.cuda import decode_handle, encode_handle
 from busync.handles.cuda_backend import TorchCuda
 from busync.handles.cuda_import import CudaImporter, ReceivedSegment
 from busync.handles.cuda_layout import plan_cuda
-from busync.handles.cuda_memory import CudaExporter, Reader
+from busync.handles.cuda_memory import CudaExporter
+from busync.handles.cuda_reader import Reader
 
 NBYTES = 1 << 30
 TENSORS = 300

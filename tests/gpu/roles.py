@@ -19,7 +19,8 @@ from busync.handles.cuda import CudaHandle, decode_handle, encode_handle
 from busync.handles.cuda_backend import TorchCuda
 from busync.handles.cuda_import import CudaImporter, Import, ReceivedSegment, _Use
 from busync.handles.cuda_layout import plan_cuda
-from busync.handles.cuda_memory import CudaExporter, CudaSegment, Reader
+from busync.handles.cuda_memory import CudaExporter, CudaSegment
+from busync.handles.cuda_reader import Reader
 from busync.manifest import Manifest
 from tests.support.gpu import emulator_stat
 from tests.support.roles import Role

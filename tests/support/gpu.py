@@ -26,7 +26,7 @@ PATIENCE = 3.0  #: seconds that leftovers get to disappear
 def warm_up() -> None:
     """What CUDA, and the first publish and the first reader on a GPU, do once per process."""
     from busync.handles import gpus
-    from busync.handles.cuda_memory import Reader
+    from busync.handles.cuda_reader import Reader
 
     exporter = gpus.exporter()
     segment = exporter.create(exporter.device(0), 4096)

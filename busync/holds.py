@@ -1,0 +1,232 @@
+"""What a reader holds: the segments that it was sent, and its use of versions in them.
+
+A session owns its sockets and, through ``AttachedSegment``, the descriptors, mappings and imports of the segments that
+may still be announced. A ``Hold`` owns one lease: it lives as long as a snapshot, a tensor or a running load uses the
+version, and its death is the Release.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from busync import forks
+from busync.fds import OwnedFd
+from busync.handles import (
+    COPY_BYTES,
+    CudaEvent,
+    LoadPlan,
+    Memory,
+    MixedBuilder,
+    PrivateMappings,
+    ReceivedSegment,
+    TensorBuilder,
+    gpus,
+    live_names,
+    map_readonly,
+)
+from busync.ids import LeaseId, SegmentId, Version
+from busync.manifest import DeviceSpec, Manifest
+from busync.transport.door import DoorConnection
+from busync.wire import Release, encode
+
+if TYPE_CHECKING:
+    from busync.session import Session
+
+
+class AttachedSegment:
+    """A segment that the publisher sent: its descriptor, its mappings for tensors and for loads, its memory on GPUs."""
+
+    def __init__(self, segment: SegmentId, fd: OwnedFd | None = None, nbytes: int = 0) -> None:
+        self.id = segment
+        self.nbytes = nbytes  #: on the host
+        self.fd = fd  #: None: it has no memory on the host, or that has not arrived yet
+        self.private = PrivateMappings(fd, nbytes) if fd is not None else None  #: for tensors that callers get
+        self.devices: dict[str, ReceivedSegment] = {}  #: by UUID
+        self._readonly: mmap.mmap | None = None
+
+    def readonly(self) -> mmap.mmap:
+        """The mapping that loads copy from; no tensor of the user ever points into it.
+
+        Raises:
+            AllocationError: it cannot be mapped.
+        """
+        assert self.fd is not None, "mapped without a descriptor"
+        with forks.fork_lock:
+            if self._readonly is None:
+                self._readonly = map_readonly(self.fd, self.nbytes)
+            return self._readonly
+
+    def close(self) -> None:
+        """The session needs it no more; what is in use stays open. Mappings and descriptors go with the last user."""
+        for memory in self.devices.values():
+            memory.close()
+        if self.private is not None:
+            self.private.end()
+
+    def after_fork_in_child(self) -> None:
+        """Close the child's descriptor; the read-only mapping does not exist in the child."""
+        if self.fd is not None:
+            self.fd.close()
+        if self.private is not None:
+            self.private.after_fork_in_child()
+        if self._readonly is not None:
+            forks.immortal(self._readonly)
+            self._readonly = None
+
+
+class _Word(Struct, eq=False, gc=False):
+    """The promise to say Release. It is said when this dies: on any thread, perhaps inside the garbage collector.
+
+    The collector does not see it: a lease that hangs on a cycle ends when the cycle is taken apart, after its
+    finalizers, and not before them as a weak reference would have it. Takes no lock: one send, one append.
+    """
+
+    door: DoorConnection
+    packet: bytes
+    pid: int
+    ended: deque[LeaseId]
+    lease: LeaseId
+    said: bool  #: by a Want
+    holds: weakref.WeakValueDictionary[LeaseId, Hold]  #: the session's
+
+    def __del__(self) -> None:
+        if not self.said and not sys.is_finalizing() and os.getpid() == self.pid:
+            self.door.send(self.packet)
+            self.ended.append(self.lease)
+
+
+class Hold:
+    """This process's use of one version, under one lease.
+
+    When it dies, nothing here can read the version in its segment any more, and Release is sent. The bytes of a small
+    version are copied when they are first needed. From then on the lease is not needed, and ends with the next Want if
+    the hold lives as long.
+    """
+
+    def __init__(
+        self, session: Session, lease: LeaseId, version: Version, manifest: Manifest, segment: AttachedSegment | None
+    ) -> None:
+        self.session = weakref.ref(session)
+        self.lease = lease
+        self.version = version
+        self.manifest = manifest
+        self.segment = segment
+        self._mapped = session.mapped
+        self._spare = session.spare
+        self._bytes: bytearray | None = None  #: of a small version, as they were published; nobody writes to them
+        self._copying = threading.RLock()  #: nobody may find the lease gone half way
+        #: of each mapping. Not its builder: that refers to the mapping, and the mapping to this hold
+        self._memories: list[Memory] = []
+        packet = encode(Release(lease=lease))
+        self._word = _Word(session.door, packet, os.getpid(), session.ended, lease, False, session.holds)
+
+    def own_memory(self) -> TensorBuilder:
+        """A builder of tensors over memory of this process, which keeps this hold alive.
+
+        A copy-on-write mapping of the segment; a copy, which does not, if there is little. On a GPU the publisher's own
+        memory, or a copy if the reader uses another one.
+
+        Raises:
+            AllocationError: it cannot be mapped, or copied.
+            AttachError: it cannot be opened.
+        """
+        builder = self._host_memory()
+        if self.manifest.devices:
+            builder = MixedBuilder([builder, *map(self._device_memory, self.manifest.devices)])
+        self._memories.append(builder.memory)
+        return builder
+
+    def _host_memory(self) -> TensorBuilder:
+        segment, nbytes = self.segment, self.manifest.nbytes
+        if nbytes and (self._bytes is not None or nbytes <= COPY_BYTES):
+            return TensorBuilder(bytearray(self._copied()), self.manifest)
+        if segment is None or not nbytes:
+            return TensorBuilder(memoryview(b""), self.manifest)
+        private = segment.private
+        assert private is not None, "memory on the host without a descriptor"
+        private.prepare()
+        with forks.fork_lock:
+            mapping = private.map(keep=self)
+            self._mapped.add(self.lease)
+            self._stay_known()
+        return TensorBuilder(mapping, self.manifest)
+
+    def _copied(self) -> bytearray:
+        """The bytes of a small version, under its lease the first time."""
+        with self._copying:
+            if self._bytes is None:
+                segment = self.segment
+                assert segment is not None, "bytes without a segment"
+                self._bytes = bytearray(memoryview(segment.readonly())[: self.manifest.nbytes])
+                if not self.manifest.devices:
+                    self._spare.append(self.lease)
+            return self._bytes
+
+    def said(self) -> None:
+        """A Want has said that the lease has ended, after the bytes were copied."""
+        self._word.said = True
+        self.segment = None  # or whoever keeps small snapshots keeps a descriptor for each
+
+    def _device_memory(self, spec: DeviceSpec) -> TensorBuilder:
+        assert self.segment is not None, "memory on a GPU without a segment"
+        memory = self.segment.devices[spec.device]
+        if memory.foreign:
+            return memory.copy(self.manifest)
+        self._stay_known()
+        return memory.map(self.manifest, partial(_let_go, self))
+
+    def _stay_known(self) -> None:
+        if self.lease not in self._word.holds:  # the finalizer of a cycle has saved it
+            self._word.holds[self.lease] = self
+
+    def load(self, plan: LoadPlan, queued: Mapping[int, CudaEvent]) -> None:
+        """Copy the version as planned, to the end, also on GPUs; after what the caller had ``queued`` there. Blocks.
+
+        Raises:
+            AllocationError: it cannot be mapped.
+            AttachError: it cannot be opened.
+            DeviceError: a GPU has failed.
+        """
+        segment, manifest = self.segment, self.manifest
+        gpus.wait(queued)
+        host = self._to_load_from()
+        if segment is None or not manifest.devices:
+            plan.run(host)
+        else:
+            with ExitStack() as stack:
+                parts = [stack.enter_context(segment.devices[s.device].load(manifest)) for s in manifest.devices]
+                plan.run(MixedBuilder([host, *parts]))
+        if queued:
+            gpus.finish(plan.tensors)
+
+    def _to_load_from(self) -> TensorBuilder:
+        """What the host's part is copied from; never for callers."""
+        segment, nbytes = self.segment, self.manifest.nbytes
+        memory: mmap.mmap | memoryview = memoryview(b"")
+        if nbytes and (self._bytes is not None or nbytes <= COPY_BYTES):
+            memory = memoryview(self._copied())
+        elif nbytes and segment is not None:
+            memory = segment.readonly()
+        return TensorBuilder(memory, self.manifest)
+
+    def __str__(self) -> str:
+        names = [name for memory in self._memories for name in live_names(self.manifest, memory)]
+        if not names:
+            return f"version {self.version}: its snapshot"
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        return f"version {self.version}: {names[0]!r}{more}"
+
+
+def _let_go(hold: Hold) -> None:
+    """Holds what it is to be called with, until a GPU is done with it."""
