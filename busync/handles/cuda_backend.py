@@ -38,9 +38,6 @@ class CudaStream(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between tensors of one size and dtype; ``source`` may be on another device or the CPU."""
 
-    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """As ``copy`` for each pair; they are on one device, and alike in size, dtype and strides."""
-
     def mark(self) -> CudaEvent:
         """The moment after everything that is queued."""
 
@@ -210,11 +207,6 @@ class _Stream:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self.stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
-
-    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        with torch.cuda.stream(self.stream), torch.no_grad():
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
 
     def mark(self) -> CudaEvent:
         return _record(self.stream)

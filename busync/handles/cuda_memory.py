@@ -135,7 +135,8 @@ class CudaSegment:
         """
         for event in after:
             self._stream.wait(event)
-        self._stream.copy_all(self._targets_of(plan), [plan.sources[number] for _, number in plan.places])
+        for target, (_, number) in zip(self._targets_of(plan), plan.places, strict=True):
+            self._stream.copy(target, plan.sources[number])
         for copy in plan.copies:
             self._stream.copy(self._target(copy.offset, copy.source, copy.stride), copy.source)
         return self._stream.mark()

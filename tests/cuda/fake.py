@@ -75,10 +75,6 @@ class FakeStream:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.queue(lambda: target.copy_(source))
 
-    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            self.copy(target, source)
-
     def mark(self) -> FakeEvent:
         return FakeEvent(self, len(self._work))
 
