@@ -22,11 +22,10 @@ Nothing here knows about messages, sockets or leases.
 from busync.handles import gpus
 from busync.handles.build import LoanBuffer, Memory, MixedBuilder, TensorBuilder, Tensors, live_names
 from busync.handles.copying import Job
-from busync.handles.cuda import CudaHandle, decode_handle, encode_handle
+from busync.handles.cuda import decode_handle, encode_handle
 from busync.handles.cuda_backend import CudaEvent
-from busync.handles.cuda_build import CudaTensorBuilder
 from busync.handles.cuda_import import ReceivedSegment
-from busync.handles.cuda_memory import CudaSegment, Export
+from busync.handles.cuda_memory import CudaSegment
 from busync.handles.cuda_reader import Reader
 from busync.handles.digest import content_digest
 from busync.handles.layout import Plan, like_plan, plan
@@ -49,10 +48,7 @@ from busync.handles.unmapper import unmapping
 __all__ = [
     "COPY_BYTES",
     "CudaEvent",
-    "CudaHandle",
     "CudaSegment",
-    "CudaTensorBuilder",
-    "Export",
     "Flat",
     "Job",
     "LoadPlan",
