@@ -168,9 +168,11 @@ class Hold:
             if self._bytes is None:
                 segment = self.segment
                 assert segment is not None, "bytes without a segment"
-                self._bytes = bytearray(memoryview(segment.readonly())[: self.manifest.nbytes])
-                if not self.manifest.devices:
-                    self._spare.append(self.lease)
+                copied = bytearray(memoryview(segment.readonly())[: self.manifest.nbytes])
+                if self._bytes is None:  # or a signal's handler was here meanwhile, and the lease may be over
+                    self._bytes = copied
+                    if not self.manifest.devices:
+                        self._spare.append(self.lease)
             return self._bytes
 
     def said(self) -> None:

@@ -106,11 +106,14 @@ class ReceivedSegment:
             if self._opened is None:
                 if self._closed:
                     raise AttachError(self.segment, "its session ended before it was opened", "take the next version")
+                # First: there is no second try, whatever strikes meanwhile.
+                self._refusal = self.segment, "it was interrupted while it was opened", "take the next version"
                 try:
                     self._opened = self._importer.open(self.segment, self.handle, self.nbytes, self._on)
                 except AttachError as error:
                     self._refusal = error.args
                     raise
+                self._refusal = None
             return self._opened
 
     def map(self, manifest: Manifest, on_release: Callable[[], object]) -> CudaTensorBuilder:
@@ -197,28 +200,23 @@ class CudaImporter(ForkAware):
                 if known.nbytes != nbytes:
                     raise AttachError(segment, f"it is open here with {known.nbytes} bytes, not {nbytes}")
                 return known
-            try:
-                with fork_lock:
-                    opened = self._open(segment, handle, nbytes, on) if own is None else self._share(segment, own)
-                    self._imports[key] = opened
-            except BaseException:
-                self.give_back(handle)
-                raise
+            with fork_lock:
+                opened = self._open(segment, handle, nbytes, on) if own is None else self._share(segment, own)
+                self._imports[key] = opened
             return opened
 
     def _open(self, segment: int, handle: CudaHandle, nbytes: int, on: str) -> Import:
-        problem = self.backend.problem()
-        if problem:
-            raise AttachError(segment, problem, "subscribe where the publisher's GPU can be used")
         try:
-            index = find_device(self.backend, on)
-        except DeviceError as error:
-            raise AttachError(segment, error.text, error.remedy) from error
-        if on == handle.device and handle.offset + handle.nbytes > self.backend.total_bytes(index):
-            raise AttachError(segment, f"cuda:{index} has no {handle.offset + handle.nbytes} bytes")
+            index = self._usable(segment, handle, on)
+        except BaseException:
+            self.give_back(handle)
+            raise
+        # From here on torch counts it down, when the memory goes. What strikes inside, as Ctrl-C may, must not do it
+        # once more: a count below zero would keep the publisher's memory for ever.
         try:
             flat = self.backend.rebuild(torch_arguments(handle, index))
         except (RuntimeError, ValueError, TypeError) as error:
+            self.give_back(handle)
             raise AttachError(segment, f"cuda:{index} cannot open it ({first_line(error)})", _OPEN_REMEDY) from None
         start = canary_offset(nbytes)
         try:
@@ -232,6 +230,19 @@ class CudaImporter(ForkAware):
             del flat  # torch counts the export down, once
             raise AttachError(segment, reason, _OPEN_REMEDY)
         return Import(flat, index, nbytes)
+
+    def _usable(self, segment: int, handle: CudaHandle, on: str) -> int:
+        """The index of the device through which the memory can be opened."""
+        problem = self.backend.problem()
+        if problem:
+            raise AttachError(segment, problem, "subscribe where the publisher's GPU can be used")
+        try:
+            index = find_device(self.backend, on)
+        except DeviceError as error:
+            raise AttachError(segment, error.text, error.remedy) from error
+        if on == handle.device and handle.offset + handle.nbytes > self.backend.total_bytes(index):
+            raise AttachError(segment, f"cuda:{index} has no {handle.offset + handle.nbytes} bytes")
+        return index
 
     def _share(self, segment: int, own: CudaSegment) -> Import:
         """The memory of this very process, without opening anything."""

@@ -86,7 +86,7 @@ class CudaSegment:
         self._backend = exporter.backend
         self._stream = stream
         self._flat: torch.Tensor | None = flat
-        self._layout = b""  #: that ``_targets`` are for
+        self._layout: object = None  #: that ``_targets`` are for, and what lies there
         self._targets: list[torch.Tensor] = []
         self._canary = secrets.token_bytes(CANARY_BYTES)
         start = canary_offset(nbytes)
@@ -142,11 +142,12 @@ class CudaSegment:
         return self._stream.mark()
 
     def _targets_of(self, plan: CudaPlan) -> list[torch.Tensor]:
-        """Tensors over the segment for what is copied as it lies. Equal layouts have the same, which are made once."""
-        if self._layout != plan.manifest.digest:
+        """Tensors over the segment for what is copied as it lies. A plan like the last one has the same."""
+        # The layout alone does not tell which tensors lie in the source as they do here.
+        if self._layout != (plan.manifest.digest, plan.places):
             sources = [(offset, plan.sources[number]) for offset, number in plan.places]
             self._targets = [self._target(offset, source, source.stride()) for offset, source in sources]
-            self._layout = plan.manifest.digest
+            self._layout = plan.manifest.digest, plan.places
         return self._targets
 
     def _target(self, offset: int, source: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -182,7 +183,7 @@ class CudaSegment:
     def drop(self) -> None:
         """Let go of the memory. It is free once the last export has ended and ``reap`` was called."""
         self._flat = None
-        self._layout, self._targets = b"", []
+        self._layout, self._targets = None, []
 
     def after_fork_in_child(self) -> None:
         """Keep the child from freeing what belongs to its parent."""

@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import sys
+import weakref
 from collections import deque
 from functools import lru_cache
 from typing import Any
@@ -19,10 +20,21 @@ from typing import Any
 from msgspec import Struct
 
 from busync import forks
+from busync.errors import AllocationError
 from busync.fds import OwnedFd, address_of
 from busync.handles.memory import map_private
-from busync.handles.pagemap import Pagemap, pagemap
+from busync.handles.pagemap import Pagemap, locks_memory, pagemap
 from busync.handles.unmapper import LARGE_BYTES, Unmapper, expect, unmap
+
+_all: weakref.WeakSet[PrivateMappings] = weakref.WeakSet()
+
+
+def _give_up_kept() -> bool:
+    """Unmap whatever is kept in this process; says whether there was anything."""
+    found = [mapping for mappings in list(_all) if (mapping := mappings._pop()) is not None]
+    for mapping in found:
+        unmap(mapping)
+    return bool(found)
 
 
 class PrivateMappings:
@@ -39,6 +51,7 @@ class PrivateMappings:
         self._unmapper: Unmapper | None = None  #: if it is large: the thread expects it until this object dies
         self._kept: deque[mmap.mmap] = deque()  #: one; more if two threads let go of one at the same moment
         self._ended = False
+        _all.add(self)
 
     def prepare(self) -> None:
         """To be called before ``map``, outside of locks: to start a thread is to wait for it."""
@@ -63,10 +76,18 @@ class PrivateMappings:
             AllocationError: the kernel refuses the mapping.
         """
         with forks.fork_lock:
-            mapping = self._take() or map_private(self._fd, self.nbytes)
+            mapping = self._take() or self._fresh()
             lent = _kind(self.nbytes).from_buffer(mapping)
             lent._last = _Last(mapping, self, keep)
         return memoryview(lent).cast("B")
+
+    def _fresh(self) -> mmap.mmap:
+        try:
+            return map_private(self._fd, self.nbytes)
+        except AllocationError:  # perhaps what is kept takes up the room
+            if not _give_up_kept():
+                raise
+        return map_private(self._fd, self.nbytes)
 
     def let_go(self, mapping: mmap.mmap) -> None:
         """Nothing refers to the bytes of ``mapping`` any more: keep it, or unmap it. Takes no lock."""
@@ -89,11 +110,19 @@ class PrivateMappings:
     def _take(self) -> mmap.mmap | None:
         """What was kept, for use."""
         mapping = self._pop()
-        if mapping is not None:
-            try:
-                mapping.madvise(mmap.MADV_DOFORK)
-            except OSError:  # somebody has unmapped parts of it
-                return None
+        if mapping is None or self._pagemap is None:
+            return None
+        # To lock all memory of the process makes every page of a writable mapping its own.
+        if (
+            locks_memory()
+            if self.nbytes >= LARGE_BYTES
+            else not self._pagemap.untouched(address_of(mapping), self.nbytes)
+        ):
+            return None
+        try:
+            mapping.madvise(mmap.MADV_DOFORK)
+        except OSError:  # somebody has unmapped parts of it
+            return None
         return mapping
 
     def _store(self, mapping: mmap.mmap) -> bool:

@@ -32,6 +32,7 @@ class Unmapper(forks.ForkAware):
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Taken | None] = SimpleQueue()
         self._lock = threading.Lock()  #: never taken by a finalizer
+        self._thread: threading.Thread | None = None
         self._living = 0
         self._pending: deque[None] = deque()  #: one for each that was taken and is not gone yet
         self._pid = os.getpid()
@@ -40,12 +41,14 @@ class Unmapper(forks.ForkAware):
     def expect(self) -> bool:
         """Somebody will have large mappings; False if there can be no thread for them."""
         with self._lock:
-            if not self._living:
+            if self._thread is None or not self._thread.is_alive():
+                self._living = 0
+                self._thread = threading.Thread(target=self._run, name="busync-unmap", daemon=True)
                 try:
-                    threading.Thread(target=self._run, name="busync-unmap", daemon=True).start()
+                    self._thread.start()  # who is interrupted here finds it the next time
                 except RuntimeError:  # the system has no thread left, or the interpreter ends
                     return False
-            self._living += 1  # last: who is interrupted before has at most one thread too many
+            self._living += 1
         return True
 
     def expect_not(self) -> None:
@@ -80,7 +83,7 @@ class Unmapper(forks.ForkAware):
             with self._lock:
                 self._living -= 1
                 if self._living <= 0:
-                    self._living = 0
+                    self._thread = None
                     return
 
     def after_fork_in_child(self) -> None:

@@ -402,6 +402,45 @@ async def test_memory_that_cannot_be_read_is_counted_down_once(machine: Machine)
     source.clear()
 
 
+async def test_ctrl_c_inside_an_opening_counts_nothing_down_twice(machine: Machine) -> None:
+    source = on_gpu(machine, weights(1))
+
+    def strike(_: torch.Tensor) -> bytes:
+        raise KeyboardInterrupt
+
+    read, machine.reader.read = machine.reader.read, strike  # type: ignore[method-assign, assignment]
+    async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
+        await pub.publish(source)
+        snapshot = await sub.next(timeout=5)
+        with pytest.raises(KeyboardInterrupt):
+            snapshot.tensors  # noqa: B018
+        gc.collect()
+        machine.reader.read = read  # type: ignore[method-assign]
+        with pytest.raises(AttachError, match="interrupted"):
+            snapshot.tensors  # noqa: B018
+        del snapshot
+    source.clear()
+
+
+async def test_a_layout_may_lie_otherwise_in_its_source(machine: Machine) -> None:
+    """Two sources have one layout, and another of their tensors has gaps: what is copied as it lies is another one."""
+    room = machine.put(torch.zeros(4, 8))
+    dense = machine.put(torch.zeros(4, 4))
+    async with busync.Publisher("p", max_segments=2) as pub, busync.Subscriber("p") as sub:
+        for version in range(1, 9):
+            dense.fill_(float(version))
+            room.fill_(float(version))
+            gaps = room[:, :4]
+            pair = (dense, gaps) if version % 4 < 2 else (gaps, dense)
+            source = {"x": pair[0], "y": pair[1]} if version % 3 else {"x": dense, "y": dense.clone()}
+            await pub.publish(source)
+            tensors = (await sub.next(timeout=5)).tensors
+            assert bool((tensors["x"] == version).all())
+            assert bool((tensors["y"] == version).all() or version % 3 == 0)
+            del tensors, source, pair, gaps
+    del room, dense
+
+
 async def test_a_copy_from_another_device_waits_for_what_reads_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, visible=[1])
     monkeypatch.setattr(gpus, "device_of", lambda _: machine.gpu.devices[1])

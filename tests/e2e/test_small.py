@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import busync
-from busync import blocking
+from busync import blocking, holds
 from busync.fds import open_fds
 from busync.handles import COPY_BYTES
 from tests.support import patterns
@@ -155,6 +156,27 @@ def test_the_bound_is_where_the_documents_say(bus: Bus, more: int) -> None:
     assert leases(pub) == ([1, 2] if more else [2])
     assert snapshot.version == 2
     assert bool((tensors["w"] == 1).all())
+
+
+def test_a_handler_inside_the_copy_changes_nothing(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the tensors itself and asks for the next version, which ends the lease before the copy has begun."""
+    pub, sub = bus
+    pub.publish(state(1))
+    snapshot = sub.next(timeout=5)
+    readonly, inside = holds.AttachedSegment.readonly, False
+
+    def struck(segment: holds.AttachedSegment) -> mmap.mmap:
+        nonlocal inside
+        if not inside:
+            inside = True
+            assert right(snapshot.tensors, 1)
+            for version in (2, 3, 4):
+                pub.publish(state(version))
+                assert sub.next(timeout=5).version == version
+        return readonly(segment)
+
+    monkeypatch.setattr(holds.AttachedSegment, "readonly", struck)
+    assert right(snapshot.tensors, 1)
 
 
 @pytest.mark.asyncio

@@ -16,8 +16,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from busync.errors import AllocationError
 from busync.fds import address_of, open_fds
-from busync.handles import PrivateMappings, Segment, create_segment, open_segment, unmapping
+from busync.handles import PrivateMappings, Segment, create_segment, map_private, open_segment, private, unmapping
 from busync.handles.pagemap import Pagemap, pagemap
 from busync.handles.unmapper import LARGE_BYTES
 from tests.forking import check_in_child
@@ -172,6 +173,52 @@ def test_a_locked_mapping_is_not_kept(segment: Segment, mappings: PrivateMapping
         pytest.skip("nothing may be locked here")
     del tensor
     assert mapped() == []
+
+
+@SIZES
+def test_a_mapping_that_is_locked_while_it_is_kept_is_not_used_again(
+    segment: Segment, mappings: PrivateMappings
+) -> None:
+    """As mlockall does it, between two versions: every page becomes the reader's own, with the old content."""
+    libc = ctypes.CDLL(None)
+    segment.mapping[:] = b"\x01" * segment.nbytes
+    tensor = tensor_of(mappings)
+    assert int(tensor.sum()) == segment.nbytes
+    address = tensor.data_ptr()
+    del tensor
+    settle()
+    assert len(mapped()) == 1
+    if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(segment.nbytes)) != 0:
+        pytest.skip("nothing may be locked here")
+    segment.mapping[:] = b"\x02" * segment.nbytes
+    assert bool((tensor_of(mappings) == 2).all())
+
+
+@SIZES
+def test_what_is_kept_makes_room_for_what_is_needed(
+    segment: Segment, mappings: PrivateMappings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tensor_of(mappings), tensor_of(mappings)
+    del first
+    settle()
+    assert len(mapped()) == 2, "one in use, one kept"
+    other = PrivateMappings(segment.fd, segment.nbytes)
+    other.prepare()
+
+    def tight(*arguments: object) -> mmap.mmap:
+        if len(mapped()) > 1:
+            raise AllocationError(segment.nbytes, "no room")
+        return real(*arguments)  # type: ignore[arg-type]
+
+    real = map_private
+    monkeypatch.setattr(private, "map_private", tight)
+    third = tensor_of(other)
+    assert len(mapped()) == 2
+    with pytest.raises(AllocationError):
+        tensor_of(other)
+    del second, third
+    settle()
+    other.end()
 
 
 @SIZES
