@@ -167,9 +167,12 @@ class ReaderProcess:
         self.release_spare(mapping.lease)
 
     def copy(self, mapping: MappingState) -> None:
-        """The version is copied: unmap, and say so with the next Want."""
+        """The version is copied: unmap, and say so with the next Want; at once if the one that stands is stuck."""
         self.mappings.remove(mapping)
         self.core.spared(LeaseId(mapping.lease))
+        if self.have != NOT_WAITING:
+            self.core.demand(Version(self.have))
+            self.pump()
 
     def release_spare(self, lease: int) -> None:
         """What nothing of is mapped is let go of before there is another Want."""

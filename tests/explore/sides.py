@@ -66,7 +66,7 @@ class SideFacts:
         self.quiet = self.counted and link is not None and not link.up and not link.down
         self.attached = reader.attached
         self.have = reader.have
-        self.free_hand = len(reader.leases) < bound.max_held
+        self.free_hand = len(reader.leases) - len(reader.spare) < bound.max_held
         #: leases whose end is certain: None means all, because the end of the door is under way
         self.ending: frozenset[int] | None = None
         if link is not None and END not in link.up:
@@ -146,7 +146,8 @@ class Sides:
         moves = []
         for move in self._application(side):
             after = self.table[move.side] if move.side >= 0 else side
-            if move.cost == FREE and move.action is None and not move.fault and after.link and after.link.up:
+            alone = after.link is not None and len(after.link.up) == 1
+            if move.cost == FREE and move.action is None and not move.fault and alone and after.link is not None:
                 (packet,) = after.link.up
                 number = self.number(after._replace(link=after.link._replace(up=())))
                 text = f"{move.text}; the publisher gets {self.packets.text(packet)}"
