@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import uvloop
@@ -26,8 +26,9 @@ import uvloop
 from busync import forks
 from busync.calls import Call, Outcome, start_job
 from busync.errors import BusyncError, ClosedError, DecodeError, DeviceError, FdError, ProtocolError
+from busync.exports import Exports
 from busync.fds import fd_budget, raise_fd_limit
-from busync.handles import Planner, Reader, TensorBuilder, content_digest, decode_handle, encode_handle, gpus
+from busync.handles import Planner, Reader, TensorBuilder, content_digest, gpus
 from busync.ids import SegmentId, SessionId, Version, new_incarnation, new_token
 from busync.manifest import Manifest
 from busync.options import PublisherOptions
@@ -39,11 +40,9 @@ from busync.transport.bus import RouterBus, Sent
 from busync.transport.door import DoorConnection, DoorListener
 from busync.transport.endpoint import Claim, Endpoint
 from busync.wire import (
-    DeviceSegment,
     Segment,
     Welcome,
     decode_bus_up,
-    decode_door_down,
     decode_door_up,
     encode,
     manifest_parts,
@@ -54,7 +53,6 @@ T = TypeVar("T")
 
 STOP_TIMEOUT = 10.0  #: seconds that the end of the program waits for a publisher that was left open
 SPARE_DESCRIPTORS = 32  #: below this many the door admits nobody: libzmq aborts the process when it runs out
-FIRST_REAP, LAST_REAP = 0.02, 1.0  #: seconds between looks at exports that have not ended yet
 RETRY = 0.005  #: seconds until packets that found no room are tried again
 ACCEPTS_PER_TURN = 64
 PACKETS_PER_TURN = 64
@@ -71,7 +69,7 @@ class Peer:
     token: bytes
     reader: Reader
     retrying: bool = False
-    exports: int = 0  #: of memory on GPUs, that were made for it
+    exports: bool = False  #: of memory on GPUs were made for it
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +94,7 @@ class Server(forks.ForkAware):
         self._digester = ThreadPoolExecutor(1, thread_name_prefix="busync-digest")
         self.layouts: dict[bytes, Layout] = {}
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._exports = Exports(self.loop, self.workers, self.core.counters)
         self.pid = os.getpid()
         self.claim: Claim | None = None
         self.listener: DoorListener | None = None
@@ -113,7 +112,6 @@ class Server(forks.ForkAware):
         self._bus_used = False  #: since the last look whether something has arrived
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._reaper: asyncio.Task[None] | None = None
         self.ready: Outcome[None] = Outcome()
         self.ended: Outcome[None] = Outcome()
         self._stop_asked = asyncio.Event()
@@ -208,10 +206,7 @@ class Server(forks.ForkAware):
         self.workers.shutdown(wait=True)
         self._digester.shutdown(wait=True)
         self.pool.close()
-        try:
-            gpus.exporter().tidy()
-        except RuntimeError:  # a GPU has failed; everything else is still given back
-            logger.exception("what was exported from GPUs could not be looked at")
+        self._exports.tidy()
         if self.claim is not None:
             self.claim.release()
         if self._timer is not None:
@@ -292,8 +287,7 @@ class Server(forks.ForkAware):
             self._forget(peer)
             self.core.lost(peer.session, time.monotonic())
             if peer.exports:
-                gpus.exporter().end(peer.reader)
-                self._reap_soon()
+                self._exports.end(peer.reader)
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.session]
@@ -301,15 +295,8 @@ class Server(forks.ForkAware):
         self.loop.remove_reader(peer.door.fileno())
         peer.door.shutdown()
         if peer.exports:
-            self._take_back_undelivered(peer)
+            self._exports.take_back(peer.door.undelivered())
         peer.door.close()
-
-    def _take_back_undelivered(self, peer: Peer) -> None:
-        """Exports that have not reached their reader would count for as long as its process lives."""
-        for data in peer.door.undelivered():
-            message = decode_door_down(data)
-            if isinstance(message, DeviceSegment):
-                gpus.exporter().take_back(decode_handle(message.segment, message.nbytes, message.handle))
 
     # Effects
 
@@ -345,7 +332,7 @@ class Server(forks.ForkAware):
                     answer.set_result(effect)
             case fx.DropSegment(segment_id):
                 if self.pool.drop(segment_id):
-                    self._reap_soon()
+                    self._exports.reap_soon()
             case fx.DropLayout(digest):
                 self.layouts.pop(digest, None)
             case fx.ComputeDigest(segment=segment_id):
@@ -365,41 +352,21 @@ class Server(forks.ForkAware):
         if segment.host is not None:
             message = Segment(incarnation=incarnation, segment=segment_id, nbytes=segment.host.nbytes)
             self._send_door(session, encode(message), segment.host.fd)
-        for device, memory in segment.devices.items():
-            peer = self._peers.get(session)
-            if peer is None:
-                return
-            name = self.core.sessions[session].name
-            try:
-                handle = memory.export(replace(peer.reader, name=name))
-            except (DeviceError, RuntimeError) as error:
-                logger.warning("session of pid %d ends: %s", peer.door.peer.pid, error)
-                self.core.refuse(session, "device", str(error))
-                return
-            peer.exports += 1
-            if memory.worn:
-                self.core.wear_out(segment_id)
-            on_device = DeviceSegment(
-                incarnation=incarnation, segment=segment_id, device=device, nbytes=memory.nbytes,
-                handle=encode_handle(handle),
-            )  # fmt: skip
-            self._send_door(session, encode(on_device))
-
-    def _reap_soon(self) -> None:
-        """See to it that exports are noticed that end after their session, or without a word."""
-        if self._reaper is None or self._reaper.done():
-            self._reaper = self.loop.create_task(self._reap())
-
-    async def _reap(self) -> None:
-        pause = FIRST_REAP
-        while gpus.exporter().waiting():
-            try:
-                freed = await start_job(self.loop, self.workers, gpus.exporter().reap)
-                self.core.counters["exports of dead readers"] += len(freed)
-            except RuntimeError:  # a GPU has failed: others may not have
-                logger.exception("what was exported from GPUs could not be looked at")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LAST_REAP)
+        peer = self._peers.get(session)
+        if peer is None or not segment.devices:
+            return
+        name = self.core.sessions[session].name
+        peer.exports = True
+        try:
+            for on_device in self._exports.messages(peer.reader, name, incarnation, segment_id, segment.devices):
+                self._send_door(session, encode(on_device))
+                if self._peers.get(session) is not peer:
+                    return
+        except (DeviceError, RuntimeError) as error:
+            logger.warning("session of pid %d ends: %s", peer.door.peer.pid, error)
+            self.core.refuse(session, "device", str(error))
+        if any(memory.worn for memory in segment.devices.values()):
+            self.core.wear_out(segment_id)
 
     def _send_bus(self, session: SessionId, data: bytes) -> None:
         peer = self._peers.get(session)

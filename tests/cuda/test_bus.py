@@ -74,7 +74,8 @@ MUTANTS = {
         ),
     ),
     "test_a_segment_that_was_exported_very_often_is_replaced": Mutant(
-        SERVER, "if memory.worn:", "if False:", "events of a buffer pile up until torch stops the publisher",
+        SERVER, "if any(memory.worn for memory in segment.devices.values()):", "if False:",
+        "events of a buffer pile up until torch stops the publisher",
     ),
     "test_a_relay_copies_and_says_so": Mutant(
         IMPORT, "if not opened.own]", "if opened.own]", "nobody learns that memory of another publisher was passed on",
