@@ -224,6 +224,14 @@ async def in_thread(function: Callable[..., _R], *args: Any, on_cancel: Callable
         raise
 
 
+def _make_bar(sized: bool) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    more = [DownloadColumn(), TimeRemainingColumn()] if sized else []
+    return Progress(TextColumn("{task.description}"), BarColumn(), *more, console=Console(stderr=True), transient=True)
+
+
 @asynccontextmanager
 async def progress(what: str, total: int | None = None) -> AsyncIterator[Callable[[int], None]]:
     """A bar on stderr that appears after a second, if stderr is a terminal.
@@ -233,15 +241,10 @@ async def progress(what: str, total: int | None = None) -> AsyncIterator[Callabl
     bar: Progress | None = None
     done = 0
 
-    def show() -> None:
+    async def show() -> None:
         nonlocal bar
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-        sized = [DownloadColumn(), TimeRemainingColumn()] if total else []
-        fresh = Progress(
-            TextColumn("{task.description}"), BarColumn(), *sized, console=Console(stderr=True), transient=True
-        )
+        await asyncio.sleep(PATIENCE)
+        fresh = await asyncio.to_thread(_make_bar, total is not None)  # to import it takes a tenth of a second
         fresh.add_task(what, total=total, completed=done)
         fresh.start()
         bar = fresh
@@ -252,11 +255,15 @@ async def progress(what: str, total: int | None = None) -> AsyncIterator[Callabl
         if bar is not None:
             bar.update(bar.task_ids[0], completed=done)
 
-    timer = asyncio.get_running_loop().call_later(PATIENCE, show) if sys.stderr.isatty() else None
+    shown = asyncio.create_task(show()) if sys.stderr.isatty() else None
     try:
         yield advance
     finally:
-        if timer is not None:
-            timer.cancel()
+        cancelled = False
+        if shown is not None:
+            shown.cancel()
+            cancelled = await settle(shown)
         if bar is not None:
             bar.stop()
+        if cancelled:
+            raise asyncio.CancelledError
