@@ -213,15 +213,15 @@ class Session(forks.ForkAware):
     def close(self) -> None:
         """End the session. Tensors in place stay usable; their leases end with the session at the publisher."""
         forks.unregister(self)
+        for segment in self.segments.values():  # first: what the publisher counts has ended when it hears of the end
+            segment.close()
+        self.segments.clear()
         self.door.shutdown()
         self._give_back_unread()
         if self.bus is not None:
             self.bus.close()
         if self.board is not None:
             self.board.close()
-        for segment in self.segments.values():
-            segment.close()
-        self.segments.clear()
         self.core.stop()
 
     def _give_back_unread(self) -> None:
