@@ -40,6 +40,7 @@ from busync.transport.bus import RouterBus, Sent
 from busync.transport.door import DoorConnection, DoorListener
 from busync.transport.endpoint import Claim, Endpoint
 from busync.wire import (
+    MAX_PACKET_BYTES,
     Segment,
     Welcome,
     decode_bus_up,
@@ -323,7 +324,11 @@ class Server(forks.ForkAware):
             case fx.PushSegment(session, segment_id):
                 self._push(session, segment_id)
             case fx.SendDoor(session, message):
-                self._send_door(session, encode(message), self.board.fd if isinstance(message, Welcome) else None)
+                data = encode(message)
+                if len(data) > MAX_PACKET_BYTES:  # an Announce with large values
+                    self._send_bus(session, data)
+                else:
+                    self._send_door(session, data, self.board.fd if isinstance(message, Welcome) else None)
             case fx.WriteBoard(slot, version):
                 self.board.write(slot, version)
             case fx.Reserved(reservation=key) | fx.WaitDone(wait=key):

@@ -27,7 +27,7 @@ from busync.manifest import (
     TensorSpec,
 )
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 MAX_PACKET_BYTES = 32 * 1024  #: one packet on the door
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024  #: one message on the bus
@@ -200,7 +200,7 @@ def manifest_parts(manifest: Manifest, incarnation: int) -> list[ManifestPart]:
 
 
 class Announce(Message, frozen=True, kw_only=True):
-    """The answer to Want ``number``: a lease on ``version``, whose bytes are in ``segment``."""
+    """The answer to Want ``number``: a lease on ``version``, whose bytes are in ``segment``. By the door or the bus."""
 
     incarnation: Number  #: as in Welcome
     number: Number  #: of the Want
@@ -222,7 +222,7 @@ class Digest(Message, frozen=True, kw_only=True):
 
 
 DoorUp = Hello | Want | Withdraw | Ack | Release | Abandon | Nack
-DoorDown = Welcome | Refuse | Segment | DeviceSegment | Forget
+DoorDown = Welcome | Refuse | Segment | DeviceSegment | Forget | Announce
 BusUp = Join
 BusDown = Joined | ManifestPart | Announce | Digest
 

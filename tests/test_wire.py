@@ -157,9 +157,9 @@ def test_a_message_survives_the_trip(kind: type[Message], data: st.DataObject) -
 @EVERY
 def test_only_its_own_channel_and_direction_takes_a_message(kind: type[Message]) -> None:
     data = encode(SAMPLES[kind])
-    own = MESSAGES[kind][1]
+    own = {MESSAGES[kind][1]} | ({decode_door_down} if kind is wire.Announce else set())
     for decode in DECODERS:
-        if decode is own:
+        if decode in own:
             assert decode(data) == SAMPLES[kind]
         else:
             with pytest.raises(DecodeError):

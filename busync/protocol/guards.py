@@ -53,6 +53,11 @@ def later_number(number: int, last: int) -> bool:
     return number > last
 
 
+def was_taken(arrival: str) -> bool:
+    """A layout has arrived when the reader asks again after the grant that needed it, which it did not withdraw."""
+    return arrival == "GRANTED"
+
+
 def asked_for(number: int, open_number: int | None) -> bool:
     """A reader takes only the answer to the Want that is open: what it withdrew it never maps."""
     return number == open_number
@@ -77,7 +82,7 @@ GUARDS: dict[str, Callable[..., bool]] = {
     guard.__name__: guard
     for guard in (
         unleased, untainted, unpinned, unreferenced, own_lease, within_held, newer, later_number,
-        asked_for, same_incarnation, not_older, unneeded,
+        was_taken, asked_for, same_incarnation, not_older, unneeded,
     )
 }  # fmt: skip
 

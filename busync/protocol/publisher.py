@@ -17,7 +17,7 @@ from busync.protocol import effects as fx
 from busync.protocol.guards import holds
 from busync.protocol.ledger import Devices, Entry, Event, Lease, Ledger, State
 from busync.protocol.status import describe
-from busync.protocol.topics import Content, Reservation, Session, Topic
+from busync.protocol.topics import Arrival, Content, Reservation, Session, Topic
 from busync.protocol.waits import Wait, WaitFor, Waits
 from busync.wire import (
     MAX_TEXT,
@@ -361,6 +361,8 @@ class PublisherProtocol:
             return
         if session.want is not None:
             raise ViolationError(self._peer(session), "a second Want while one is open")
+        if session.arrival is not Arrival.SURE and holds("was_taken", session.arrival):
+            session.arrival = Arrival.SURE
         session.last_number = want.number
         session.want = want
         self._try_grant(session)
@@ -368,6 +370,8 @@ class PublisherProtocol:
     def _withdraw(self, session: Session, withdraw: Withdraw) -> None:
         if session.want is not None and session.want.number == withdraw.number:
             session.want = None
+        if session.arrival is Arrival.GRANTED and withdraw.number == session.last_number:
+            session.arrival = Arrival.OPEN
         for lease in [le for le in session.leases.values() if le.number == withdraw.number]:
             self._end_lease(lease)
 
@@ -412,19 +416,25 @@ class PublisherProtocol:
             self._want_digest(topic, session, entry)
 
     def _send_grant(self, topic: Topic, session: Session, lease: Lease) -> None:
+        """By the door, which is faster; behind the layout on the bus, as long as that may not have arrived."""
         entry, content = lease.entry, topic.content
         assert content is not None, "granted before anything was published"
         if entry.segment and entry.segment not in session.pushed:
             session.pushed.add(entry.segment)
             self._effects.append(fx.PushSegment(session.id, entry.segment))
         if session.layout != entry.layout:
-            session.layout = entry.layout
+            session.layout, session.arrival = entry.layout, Arrival.GRANTED
             self._effects.append(fx.SendManifest(session.id, entry.layout))
         announce = Announce(
             incarnation=self.incarnation, number=lease.number, lease=lease.id, version=entry.version,
             layout=entry.layout, segment=entry.segment,
             label=entry.label, published_at=content.published_at, values=content.values,
         )  # fmt: skip
+        if session.arrival is Arrival.SURE:
+            self._effects.append(fx.SendDoor(session.id, announce))
+            return
+        if session.arrival is Arrival.OPEN:
+            session.arrival = Arrival.GRANTED
         self._effects.append(fx.SendBus(session.id, announce))
 
     def _want_digest(self, topic: Topic, session: Session, entry: Entry) -> None:

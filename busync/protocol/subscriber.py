@@ -162,6 +162,9 @@ class SubscriberProtocol:
                         self.segments.pop(segment, None)
                         self.devices.pop(segment, None)
                     self._effects.append(fx.ForgetSegments(gone))
+            case Announce():
+                if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
+                    self._announced(message)
 
     def receive_bus(self, message: BusDown) -> None:
         """A message from the bus.

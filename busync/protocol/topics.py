@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from busync.ids import LeaseId, SegmentId, SessionId, Version
 from busync.protocol.ledger import NO_VERSION, Devices, Entry, Lease, Ledger, State
 from busync.wire import Value, Want
+
+
+class Arrival(StrEnum):
+    """What is known of a layout that was sent to a session."""
+
+    GRANTED = "GRANTED"  #: the grant that it was sent for may still be waiting for it
+    OPEN = "OPEN"  #: that grant was withdrawn, and the layout may still be under way
+    SURE = "SURE"  #: it has arrived: the reader has asked again after the grant
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +34,7 @@ class Session:
     last_number: int = 0
     pushed: set[SegmentId] = field(default_factory=set)
     layout: bytes = b""  #: the last one sent; the bus keeps order, so one is enough
+    arrival: Arrival = Arrival.SURE  #: of that layout
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     granted: Version = NO_VERSION
     acked: Version = NO_VERSION

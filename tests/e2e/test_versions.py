@@ -140,6 +140,16 @@ async def test_nested_containers_and_plain_values() -> None:
     }  # fmt: skip
 
 
+async def test_values_of_any_size_travel_with_versions_that_know_their_layout() -> None:
+    """Small ones by the door, large ones by the bus, which are not kept in one order."""
+    async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
+        for version, nbytes in enumerate((10, 10, 40_000, 10, 900_000, 40_000, 10), 1):
+            await pub.publish({"w": torch.full((3,), float(version))}, values={"blob": b"x" * nbytes})
+            snapshot = await sub.next(timeout=5)
+            assert (snapshot.version, len(snapshot.values["blob"])) == (version, nbytes)
+            assert snapshot.tensors["w"].tolist() == [version] * 3
+
+
 @devices
 async def test_plain_values_beside_a_module() -> None:
     """They join those of the source; what cannot travel is refused and burns no version."""

@@ -162,6 +162,7 @@ GUARD_WORLDS: Final = {
     "newer": Bound(name="newer", publishes=1, reduced=False),
     "later_number": Bound(name="later_number", publishes=2, repeats=1, reduced=False),
     "asked_for": Bound(name="asked_for", publishes=1, withdrawals=1, reduced=False),
+    "was_taken": Bound(name="was_taken", publishes=1, withdrawals=1, swaps=1, reduced=False),
     "unneeded": Bound(name="unneeded", publishes=2, forks=1, swaps=1, reduced=False),
 }
 

@@ -38,9 +38,9 @@ class Packets:
         """A message to the publisher."""
         return self._number(BUS if isinstance(message, Join) else DOOR, True, encode(message))
 
-    def down(self, message: Down) -> Packet:
-        """A message to a reader."""
-        return self._number(DOOR if isinstance(message, DoorDown) else BUS, False, encode(message))
+    def down(self, message: Down, channel: int) -> Packet:
+        """A message to a reader. An Announce may take either way."""
+        return self._number(channel, False, encode(message))
 
     def again(self, message: DoorUp | Join | Down, like: Packet) -> Packet:
         """A message that goes the way of another one."""

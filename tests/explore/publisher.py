@@ -14,7 +14,7 @@ from busync.ids import Incarnation, LeaseId, SegmentId, SessionId, Version
 from busync.options import PublisherOptions
 from busync.protocol.ledger import Entry, Lease, Ledger, State
 from busync.protocol.publisher import PublisherProtocol
-from busync.protocol.topics import Content, Reservation, Session, Topic
+from busync.protocol.topics import Arrival, Content, Reservation, Session, Topic
 from busync.wire import Want
 from tests.explore.bounds import Bound
 from tests.explore.reader import LAYOUTS, NBYTES
@@ -71,6 +71,7 @@ class SessionState(NamedTuple):
     last_number: int
     pushed: tuple[int, ...]
     layout: int
+    arrival: Arrival
     leases: tuple[tuple[int, EntryPlace], ...]  #: its name and what it is on
     granted: int
     acked: int
@@ -186,7 +187,7 @@ def _thaw_session(core: PublisherProtocol, bound: Bound, frozen: SessionState) -
         SessionId(frozen.id), 1, 1, b"t" * 16, "reader", topic, frozen.attached, last_number=frozen.last_number,
         want=Want(number=frozen.want[0], have=frozen.want[1], digest=bound.digests) if frozen.want else None,
         pushed={SegmentId(segment) for segment in frozen.pushed}, layout=LAYOUT_DIGEST[frozen.layout],
-        granted=Version(frozen.granted), acked=Version(frozen.acked),
+        arrival=frozen.arrival, granted=Version(frozen.granted), acked=Version(frozen.acked),
     )  # fmt: skip
     core.sessions[session.id] = session
     if not frozen.attached:
@@ -274,6 +275,7 @@ def freeze_sessions(core: PublisherProtocol, bound: Bound, names: dict[LeaseId, 
             s.last_number,
             tuple(sorted(s.pushed)),
             LAYOUT_NUMBER[s.layout],
+            s.arrival,
             tuple(sorted((names[le.id], entry_place(s.topic, le.entry)) for le in s.leases.values()))
             if s.topic
             else (),

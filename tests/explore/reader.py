@@ -11,7 +11,7 @@ from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.wire import Abandon, Announce, BusDown, Join, Release, Want
 from tests.explore.bounds import Bound
-from tests.explore.messages import DOOR, Packet, Packets
+from tests.explore.messages import BUS, DOOR, Packet, Packets
 from tests.protocol.world import Fault, digest_of, layout_for, require
 
 LAYOUTS = (layout_for(128, 1), layout_for(128, 2))
@@ -102,7 +102,7 @@ class ReaderProcess:
             spare=tuple(sorted(core.spare)),
             segments=tuple(sorted(core.segments)),
             want=(want.number, want.have) if want else None,
-            announce=self.packets.down(core._announce) if core._announce else None,
+            announce=self.packets.down(core._announce, BUS) if core._announce else None,
             layout=LAYOUTS.index(manifest) if manifest else -1,
             granted=core._granted if self.bound.acks else 0,
             acked=core._acked,

@@ -168,8 +168,9 @@ class Sides:
 
         They change nothing that another process sees, and whatever else could happen now can happen after them with
         the same result: to connect and all that leads to being attached, and the arrival of what a grant needs or of
-        the end of a session. What a repetition or a swap makes of the same arrival is among them. When no fault is left
-        to come, the same holds for all that arrives at a reader.
+        the end of a session. What a repetition or a swap makes of the same arrival is among them. A layout is not,
+        where an Announce that is sent later may overtake it. When no fault is left to come, the same holds for all that
+        arrives at a reader.
         """
         hurry = self._hurry.get((number, calm))
         if hurry is None:
@@ -188,7 +189,8 @@ class Sides:
         if link.down and link.down[0] >= 0:  # a repetition may be a violation, and that is seen
             head = self.packets.message(link.down[0])
             quietly = isinstance(head, Joined) and reader.have == NOT_WAITING
-            if head is None or quietly or isinstance(head, Welcome | Segment | ManifestPart):
+            layout = isinstance(head, ManifestPart) and not (self.bound.swaps or self.bound.any_order)
+            if head is None or quietly or layout or isinstance(head, Welcome | Segment):
                 return self._down(side, link)
         if link.up and link.up[0] > 0 and isinstance(self.packets.message(link.up[0]), Hello | Join):
             return self._up(side, link)

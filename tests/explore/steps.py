@@ -15,7 +15,7 @@ from busync.protocol.topics import Session
 from busync.wire import Abandon, Announce, DoorUp, Hello, Join, Release, Segment, Want, manifest_parts
 from tests.explore import other
 from tests.explore.bounds import Bound
-from tests.explore.messages import Packet, Packets
+from tests.explore.messages import BUS, DOOR, Packet, Packets
 from tests.explore.publisher import (
     FIRST_OTHER,
     GARBAGE,
@@ -259,21 +259,19 @@ class PublisherProcess:
 
     def _packets(self, effect: fx.PublisherEffect, names: dict[LeaseId, int]) -> list[Packet]:
         match effect:
-            case fx.SendDoor():
-                return [self.packets.down(effect.message)]
-            case fx.SendBus():
+            case fx.SendDoor() | fx.SendBus():
                 message = effect.message
                 if isinstance(message, Announce):
                     fields = {name: getattr(message, name) for name in message.__struct_fields__}
                     message = Announce(**(fields | {"lease": names.get(LeaseId(message.lease), message.number)}))
-                return [self.packets.down(message)]
+                return [self.packets.down(message, DOOR if isinstance(effect, fx.SendDoor) else BUS)]
             case fx.PushSegment():
                 require(effect.segment in self.pool, f"segment {effect.segment} is pushed, but not there")
                 segment = Segment(incarnation=self.core.incarnation, segment=effect.segment, nbytes=NBYTES)
-                return [self.packets.down(segment)]
+                return [self.packets.down(segment, DOOR)]
             case fx.SendManifest():
                 manifest = LAYOUTS[LAYOUT_NUMBER[effect.layout]]
-                return [self.packets.down(part) for part in manifest_parts(manifest, self.core.incarnation)]
+                return [self.packets.down(part, BUS) for part in manifest_parts(manifest, self.core.incarnation)]
         raise Fault(f"not a message: {effect}")
 
     def _check(self) -> None:

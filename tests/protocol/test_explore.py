@@ -54,7 +54,8 @@ KEPT = {
         "_manifest", "_granted", "_acked", "spare",
     },
     Session: {
-        "id", "topic", "attached", "want", "last_number", "pushed", "layout", "leases", "granted", "acked",
+        "id", "topic", "attached", "want", "last_number", "pushed", "layout", "arrival", "leases", "granted",
+        "acked",
     },
     Topic: {"ledger", "version", "queue", "digest_readers"},
     Entry: {

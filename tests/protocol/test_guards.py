@@ -138,6 +138,23 @@ def a_grant_arrives_after_its_want_was_withdrawn() -> None:
     publish_twice(net)
 
 
+def an_announcement_overtakes_a_layout_whose_grant_was_withdrawn() -> None:
+    net = world()
+    reader, link = net.readers[0], net.readers[0].link
+    assert link is not None
+    net.publisher.publish(TOPIC)
+    reader.demand()
+    net.deliver(link, "door_up")
+    reader.withdraw()
+    reader.demand()
+    while link.queues["door_up"] or link.queues["door_down"]:
+        for queue in ("door_up", "door_down"):
+            if link.queues[queue]:
+                net.deliver(link, queue)
+    net.drain()
+    require(net.readers[0].grants == [1], "the session ended")
+
+
 def a_segment_of_an_earlier_publisher_arrives_late() -> None:
     net = world()
     reader, link = net.readers[0], net.readers[0].link
@@ -224,6 +241,7 @@ STORIES: dict[str, Story] = {
     "newer": a_reader_asks_for_something_newer_than_the_newest,
     "later_number": a_want_arrives_twice,
     "asked_for": a_grant_arrives_after_its_want_was_withdrawn,
+    "was_taken": an_announcement_overtakes_a_layout_whose_grant_was_withdrawn,
     "same_incarnation": a_segment_of_an_earlier_publisher_arrives_late,
     "not_older": a_publisher_goes_back_to_an_older_version,
     "unneeded": a_segment_leaves_the_pool_while_its_announce_is_on_the_way,
