@@ -178,10 +178,11 @@ class Asking(forks.ForkAware):
         ready = self._look(request, timeout)
         if ready is not None:
             return self._hand_over(ready)
-        if self._session is None or not self._core.attached:
+        session = self._session
+        if session is None or not self._core.attached:
             return None
         waiter = self._waiter_for(request)
-        self._wait_here(waiter, self._patience(timeout, waiter), pause)
+        self._wait_here(session, waiter, self._patience(timeout, waiter), pause)
         if waiter.snapshot is not None:
             return self._hand_over(waiter.snapshot)
         if self._session is None or not self._core.attached:
@@ -197,32 +198,31 @@ class Asking(forks.ForkAware):
             self._attachment.say()
             return None
         ahead = self._take_ahead()
-        if ahead is None:
-            self._check_held()
+        if ahead is None and self._check_held():
             ahead = self._take_ahead()  # it may have come just now
         if ahead is not None and (ahead.version == session.newest or self._core.taken >= self._core.max_held):
             return self._hand_over(ahead)
         have = max(self.adopted, ahead.version if ahead is not None else Version(0))
         waiter = _Waiter(lambda: have)
-        self._wait_here(waiter, timeout, pause)
+        self._wait_here(session, waiter, timeout, pause)
         if waiter.snapshot is None and self._session is not session:
             return None  # what was asked for ahead went with its session
         snapshot = waiter.snapshot or ahead
         return self._hand_over(snapshot) if snapshot is not None else None
 
-    def _wait_here(self, waiter: _Waiter, patience: float | None, pause: Pause) -> None:
+    def _wait_here(self, session: Session, waiter: _Waiter, patience: float | None, pause: Pause) -> None:
         """Give turns until the waiter has its version, its time is over, or the session is."""
-        session = self._session
+        attachment = self._attachment
         stop_at = None if patience is None else time.monotonic() + patience
         try:
             self._add(waiter)
-            while waiter.snapshot is None and self._session is session:
+            while waiter.snapshot is None and attachment.session is session:
                 left = None if stop_at is None else stop_at - time.monotonic()
                 if left is not None and left <= 0:
                     break
                 full = self._core.full  # and one of them ends in a moment, perhaps
                 pause(HELD_PATIENCE if full and (left is None or left > HELD_PATIENCE) else left)
-                self._attachment.turn()
+                attachment.turn_after_pause()
                 if full and waiter.snapshot is None:
                     self._check_held()
                     self._update_demand()
@@ -248,8 +248,7 @@ class Asking(forks.ForkAware):
         self._begin()
         self._ack_handed()
         ready = self._at_hand(request.enough)
-        if ready is None:
-            self._check_held()
+        if ready is None and self._check_held():
             ready = self._at_hand(request.enough)  # what was asked for ahead may have come just now
         return ready
 
@@ -300,8 +299,7 @@ class Asking(forks.ForkAware):
         last = self._last
         if session is None or last is None or last.version != session.newest or last.version < enough:
             return None
-        holds = [*session.holds.values(), *session.copies.values()]
-        hold = next((h for h in holds if h.version == last.version), None)
+        hold = next((h for h in list(session.holds.values()) if h.version == last.version), None)
         return self._snapshot(last, hold, session.incarnation) if hold is not None else None
 
     def _take_ahead(self) -> Snapshot | None:
@@ -315,22 +313,26 @@ class Asking(forks.ForkAware):
             return None  # overtaken, or not what is asked for: its release goes out as it is dropped here
         return snapshot
 
-    def _check_held(self) -> None:
-        """Refuse to wait for what the publisher will not grant, unless what was asked for ahead has come meanwhile."""
+    def _check_held(self) -> bool:
+        """Refuse to wait for what the publisher will not grant, unless what was asked for ahead has come meanwhile.
+
+        Says whether it took in what has arrived.
+        """
         session = self._session
         if session is None or not self._core.attached or self._core.held < self._core.max_held:
-            return
+            return False
         # A release may have been sent that the books do not know yet. To look at all objects of a process with torch
         # takes 100 ms and more.
         for look in (None, 1, 2):
             if look is not None:
                 gc.collect(look)
             self._attachment.turn()
+            session.keep_words()
             if self._core.held < self._core.max_held or self._prefetched is not None:
-                return
+                return True
             if letting_go():
-                return  # one of them may be gone in a moment; whoever waits for it is told if it was not
-        raise PinnedError(self._core.max_held, [str(hold) for hold in list(session.holds.values())])
+                return True  # one of them may be gone in a moment; whoever waits for it is told if it was not
+        raise PinnedError(self._core.max_held, [str(hold) for hold in session.leased()])
 
     def _watch_held(self) -> None:
         """See to it that no call waits without a word because others took the last lease while it waited."""
@@ -363,10 +365,12 @@ class Asking(forks.ForkAware):
         session, core = self._session, self._core
         if session is None or not core.attached:
             return
-        have: Version | None = min((waiter.have for waiter in self._waiters), default=None)
+        if not self._waiters and not self._prefetch and not core.asks:
+            return
+        have: Version | None = min([waiter.have for waiter in self._waiters], default=None)
         if have is None and self._prefetch and self._prefetched is None and core.taken < core.max_held:
             have = max(self.adopted, core.adopted)  # what a caller is about to get is not asked for again
-        self._unsaid = session.door.pending > 0  # the publisher does not read: Wants and Withdraws would pile up
+        self._unsaid = bool(session.door.outbox)  # the publisher does not read: Wants and Withdraws would pile up
         if not self._unsaid:
             core.demand(have)
             self._attachment.say()

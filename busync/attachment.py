@@ -52,6 +52,8 @@ class Attachment:
         self._watched: list[int] = []
         self._poll = select.poll()  #: the same descriptors, for whoever waits without the loop
         self._torn = False  #: inside a turn; if it is when a turn begins, a signal's handler has raised in the last one
+        self._ready: list[tuple[int, int]] | None = None  #: what a pause has seen, for the turn after it
+        self._packet: list[tuple[int, int]] = []  #: what is seen when there is a packet at the door, and nothing else
         self._due = False  #: input is left that nothing will signal
         self._scheduled = self._retrying = False  #: the loop will give a turn: for input that is left, for output
         self._keeper = self.loop.create_task(self._keep(), name=f"busync-{core.name}")
@@ -70,8 +72,8 @@ class Attachment:
         self._changed.clear()
         await self._changed.wait()
 
-    def turn(self) -> None:
-        """Handle what has arrived, without waiting."""
+    def turn(self, *, one_packet: bool = False) -> None:
+        """Handle what has arrived, without waiting; ``one_packet``: as for ``Session.turn``."""
         session = self.session
         if session is None:
             return
@@ -82,7 +84,7 @@ class Attachment:
             if torn:
                 raise SessionEnded("a signal's handler raised while a message was handled here")
             try:
-                session.turn(events)
+                session.turn(events, one_packet=one_packet)
             finally:  # the last version, or a refusal, arrives together with the end
                 self._owner.handle(events)
         except BusyncError as error:
@@ -104,10 +106,19 @@ class Attachment:
         session = self.session
         if session is None:
             return
-        if self._due or self._torn or session.door.pending or self._poll.poll(0):
+        if self._due or self._torn or session.door.outbox or self._poll.poll(0):
             self.turn()
-        else:
-            session.strike_ended()
+        if self.session is session:
+            session.keep_words()
+
+    def turn_after_pause(self) -> None:
+        """As ``turn``, and less work where the pause has seen that there is little to be done."""
+        ready, self._ready = self._ready, None
+        self._turn_at_door() if ready == self._packet else self.turn()
+
+    def _turn_at_door(self) -> None:
+        # Before it is attached, a session connects its bus and sends Join, which may consume ZeroMQ's signal.
+        self.turn(one_packet=self._core.attached and not self._due)
 
     def say(self) -> None:
         """Say what the core has to say, without waiting for the next turn."""
@@ -123,18 +134,19 @@ class Attachment:
 
     def pause(self, seconds: float | None) -> None:
         """Wait without the loop until something has arrived, at most so long. Takes nothing in; call ``turn`` then."""
+        self._ready = None
         if self._due:
             return
-        if self.session is not None and self.session.door.pending:
+        if self.session is not None and self.session.door.outbox:
             seconds = RETRY if seconds is None else min(seconds, RETRY)
-        self._poll.poll(None if seconds is None else min(seconds, LONGEST_PAUSE) * 1000)
+        self._ready = self._poll.poll(None if seconds is None else min(seconds, LONGEST_PAUSE) * 1000)
 
     def _next_turn(self) -> None:
         self._scheduled = False
         self.turn()
 
     def _flush_later(self, session: Session) -> None:
-        if session.door.pending and not self._retrying:
+        if session.door.outbox and not self._retrying:
             self._retrying = True
             self.loop.call_later(RETRY, self._flush)
 
@@ -221,9 +233,11 @@ class Attachment:
                 self._poll.unregister(fd)
 
     def _watch(self, session: Session) -> None:
+        door = session.door.fileno()
+        self._packet = [(door, select.POLLIN)]
         for fd in self.fds():
             if fd not in self._watched:
-                self.loop.add_reader(fd, self.turn)
+                self.loop.add_reader(fd, self._turn_at_door if fd == door else self.turn)
                 self._poll.register(fd, select.POLLIN)
                 self._watched.append(fd)
 

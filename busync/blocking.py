@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -320,7 +321,7 @@ class Subscriber(forks.ForkAware):
         return Snapshot(self, snapshot)
 
     def _pause(self, ctrl_c: CtrlC) -> Pause:
-        return lambda seconds: ctrl_c.wait(lambda: self._inner._pause(seconds))
+        return partial(ctrl_c.wait, self._inner._pause)
 
     def poll(self, timeout: float = POLL_WINDOW) -> Snapshot | None:
         """As ``busync.Subscriber.poll``."""

@@ -93,7 +93,6 @@ class _Word(Struct, eq=False, gc=False):
     """
 
     door: DoorConnection
-    packet: bytes
     pid: int
     ended: deque[LeaseId]
     lease: LeaseId
@@ -102,7 +101,7 @@ class _Word(Struct, eq=False, gc=False):
 
     def __del__(self) -> None:
         if not self.said and not sys.is_finalizing() and os.getpid() == self.pid:
-            self.door.send(self.packet)
+            self.door.send(encode(Release(lease=self.lease)))
             self.ended.append(self.lease)
 
 
@@ -128,8 +127,7 @@ class Hold:
         self._copying = threading.RLock()  #: nobody may find the lease gone half way
         #: of each mapping. Not its builder: that refers to the mapping, and the mapping to this hold
         self._memories: list[Memory] = []
-        packet = encode(Release(lease=lease))
-        self._word = _Word(session.door, packet, os.getpid(), session.ended, lease, False, session.holds)
+        self._word = _Word(session.door, os.getpid(), session.ended, lease, False, session.holds)
 
     def own_memory(self) -> TensorBuilder:
         """A builder of tensors over memory of this process, which keeps this hold alive.

@@ -13,6 +13,7 @@ from typing import Any, Self
 _getsignal: Callable[[int], Any] = signal._signal.getsignal  # type: ignore[attr-defined]
 _signal: Callable[[int, Any], Any] = signal._signal.signal  # type: ignore[attr-defined]
 _SIGINT = int(signal.SIGINT)
+_main = threading.main_thread().ident
 
 
 class CtrlC:
@@ -26,7 +27,7 @@ class CtrlC:
 
     def __enter__(self) -> Self:
         self._struck = self._waiting = False
-        self._deferred = threading.get_ident() == threading.main_thread().ident and (
+        self._deferred = threading.get_ident() == _main and (
             (handler := _getsignal(_SIGINT)) is signal.default_int_handler or _is_ours(handler)
         )
         if self._deferred:
@@ -47,8 +48,8 @@ class CtrlC:
             self._waiting = False  # once: what is left of the block tidies up
             raise KeyboardInterrupt
 
-    def wait(self, pause: Callable[[], object]) -> None:
-        """Call ``pause``, which takes nothing in and may be interrupted.
+    def wait(self, pause: Callable[[float | None], object], seconds: float | None) -> None:
+        """Call ``pause``, which waits so many seconds, takes nothing in and may be interrupted.
 
         Raises:
             KeyboardInterrupt: Ctrl-C came before or meanwhile.
@@ -57,7 +58,7 @@ class CtrlC:
             self._waiting = True
             if self._struck:
                 raise KeyboardInterrupt
-            pause()
+            pause(seconds)
         finally:
             self._waiting = False
 
@@ -69,6 +70,8 @@ def _is_ours(handler: object) -> bool:
 
 def _after_in_child() -> None:
     """Another thread has forked while the main one was inside a block, which the child does not have."""
+    global _main
+    _main = threading.get_ident()  # of the only thread there is
     if _is_ours(_getsignal(_SIGINT)):
         _signal(_SIGINT, signal.default_int_handler)
 

@@ -56,7 +56,6 @@ STOP_TIMEOUT = 10.0  #: seconds that the end of the program waits for a publishe
 SPARE_DESCRIPTORS = 32  #: below this many the door admits nobody: libzmq aborts the process when it runs out
 RETRY = 0.005  #: seconds until packets that found no room are tried again
 ACCEPTS_PER_TURN = 64
-PACKETS_PER_TURN = 64
 MESSAGES_PER_TURN = 64
 MAX_WAITING = 64  #: packets, each with a descriptor perhaps, for a subscriber that does not read its door
 
@@ -240,10 +239,8 @@ class Server(forks.ForkAware):
 
     def _door_ready(self, peer: Peer) -> None:
         try:
-            for _ in range(PACKETS_PER_TURN):
-                packet = peer.door.receive()
-                if packet is None:
-                    break
+            packet = peer.door.receive()  # one: the loop comes again if there are more
+            if packet is not None:
                 for fd in packet.fds:
                     fd.close()
                 self.core.receive(peer.session, decode_door_up(packet.data), time.monotonic())
@@ -400,7 +397,7 @@ class Server(forks.ForkAware):
             logger.warning("session of pid %d ends: %s", peer.door.peer.pid, error)
             self._lose(peer)
             return
-        if peer.door.pending > MAX_WAITING:
+        if len(peer.door.outbox) > MAX_WAITING:
             logger.info("session of pid %d ends: it does not read its door", peer.door.peer.pid)
             self._lose(peer)
         elif not sent and not peer.retrying:

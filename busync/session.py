@@ -69,9 +69,8 @@ class Session(forks.ForkAware):
         #: leases whose Release was sent, for the core to strike out
         self.ended: deque[LeaseId] = deque()
         self.spare: deque[LeaseId] = deque()  #: leases of versions that were copied, for the core to know
+        #: also of versions that were copied, and whose leases have ended
         self.holds: weakref.WeakValueDictionary[LeaseId, Hold] = weakref.WeakValueDictionary()
-        #: of versions that were copied, and whose leases have ended
-        self.copies: weakref.WeakValueDictionary[Version, Hold] = weakref.WeakValueDictionary()
         #: leases on segments that tensors of the user may point into. A fork, perhaps on another thread, reads them
         #: here and not from the holds: one that it referred to would outlive its last use.
         self.mapped: set[LeaseId] = set()
@@ -87,6 +86,10 @@ class Session(forks.ForkAware):
         """The newest version on the board, 0 if none."""
         return Version(self.board.read(self.slot)) if self.board is not None else Version(0)
 
+    def leased(self) -> list[Hold]:
+        """The holders of leases that have not ended."""
+        return [hold for lease, hold in list(self.holds.items()) if lease in self.core.leases]
+
     def hold(self, granted: fx.Granted) -> Hold:
         """The holder of a fresh grant."""
         stored = granted.segment_nbytes or granted.manifest.devices
@@ -95,8 +98,10 @@ class Session(forks.ForkAware):
         self.holds[granted.lease] = hold
         return hold
 
-    def turn(self, events: list[fx.SubscriberEffect]) -> None:
+    def turn(self, events: list[fx.SubscriberEffect], *, one_packet: bool = False) -> None:
         """Handle what has arrived, at most TURN seconds of it, and say what the core wants to say.
+
+        ``one_packet``: there is one at the door, and nothing else need be looked at. Whoever says so looks again.
 
         The effects that concern the application are appended to ``events``, also when the session ends: a refusal, or
         the last version, arrives together with the end of the connection.
@@ -105,9 +110,13 @@ class Session(forks.ForkAware):
             SessionEnded: the publisher has gone, or broke the protocol, or a descriptor could not be taken.
         """
         try:
-            self.strike_ended()
-            if self.door.pending:
+            if self.ended or self.spare:
+                self.strike_ended()
+            if self.door.outbox:
                 self.door.flush()
+            if one_packet:
+                self._receive_packet(events)
+                return
             self.say(events)
             self._receive(events)
             if self.bus is not None and not self.more and self.bus.lost():
@@ -125,11 +134,10 @@ class Session(forks.ForkAware):
             self.core.ended(lease)
         while self.spare:
             self.core.spared(self.spare.popleft())
-        if self.core.held + len(self.core.spare) > len(self.holds):
-            self._keep_words()
 
-    def _keep_words(self) -> None:
+    def keep_words(self) -> None:
         """Say Release for leases whose last user is gone without a word: Ctrl-C may strike inside a finalizer."""
+        self.strike_ended()
         for lease in self.core.without_hold(self.holds):
             self.door.send(encode(Release(lease=lease)))
             self.mapped.discard(lease)
@@ -140,24 +148,28 @@ class Session(forks.ForkAware):
         stop_at = 0.0
         door = True
         while True:
-            packet = self.door.receive() if door else None
-            if packet is not None:
-                self._fd = packet.fds[0] if packet.fds else None
-                self.core.receive_door(decode_door_down(packet.data))
-                self.say(events)
+            door = door and self._receive_packet(events)
             data = self.bus.receive() if self.bus is not None else None
             if data is not None:
                 self.core.receive_bus(decode_bus_down(data))
                 self.say(events)
-            door = packet is not None
             self.more = False
-            if packet is None and data is None:
+            if not door and data is None:
                 return
             now = time.monotonic()
             stop_at = stop_at or now + TURN
             if now > stop_at:
                 self.more = True
                 return
+
+    def _receive_packet(self, events: list[fx.SubscriberEffect]) -> bool:
+        packet = self.door.receive()
+        if packet is None:
+            return False
+        self._fd = packet.fds[0] if packet.fds else None
+        self.core.receive_door(decode_door_down(packet.data))
+        self.say(events)
+        return True
 
     def say(self, events: list[fx.SubscriberEffect]) -> None:
         """Carry out the core's effects; those that concern the application are appended to ``events``."""
@@ -167,6 +179,8 @@ class Session(forks.ForkAware):
                     self.door.send(encode(message))
                     if isinstance(message, Want) and message.released:
                         self._said(message.released)
+                case fx.Granted():
+                    events.append(effect)
                 case fx.ConnectBus(token, incarnation, slot):
                     self._connect_bus(token, incarnation, slot)
                 case fx.TakeSegment(segment, nbytes):
@@ -186,10 +200,9 @@ class Session(forks.ForkAware):
 
     def _said(self, released: tuple[int, ...]) -> None:
         for lease in map(LeaseId, released):
-            hold = self.holds.pop(lease, None)
+            hold = self.holds.get(lease)
             if hold is not None:
                 hold.said()
-                self.copies[hold.version] = hold
 
     def _take_fd(self, what: str) -> OwnedFd:
         fd, self._fd = self._fd, None

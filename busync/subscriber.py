@@ -308,20 +308,20 @@ class Subscriber(Asking):
         """What the session has for the application; called by the attachment."""
         for event in events:
             match event:
+                case fx.Granted():
+                    self._granted(event)
                 case fx.Attached():
                     for waiter in self._waiters:
                         waiter.have = waiter.evaluate()
                     self._attachment.note_attached()
                     self._update_demand()
-                case fx.Granted():
-                    self._granted(event)
                 case fx.DigestArrived(version, digest):
                     future = self._digest(version)
                     if not future.done():
                         future.set_result(digest)
                 case fx.Rejected(code, text):
                     raise RefusedError(self.endpoint.directory, code, text)
-        if self._unsaid and self._session is not None and not self._session.door.pending:
+        if self._unsaid and self._session is not None and not self._session.door.outbox:
             self._update_demand()
 
     def session_ended(self, error: BusyncError) -> None:

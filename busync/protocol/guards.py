@@ -1,7 +1,7 @@
 """Every condition that protects a reader, by name.
 
-Each is a pure function that says whether an action may go on. The core asks only through ``holds``, so that a test can
-switch one off and show that the invariants then break: a guard that nothing misses would not be needed.
+Each is a pure function that says whether an action may go on. The core asks for it as ``guards.NAME(...)``, so that a
+test can switch one off and show that the invariants then break: a guard that nothing misses would not be needed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def asked_for(number: int, open_number: int | None) -> bool:
     return number == open_number
 
 
-def same_incarnation(incarnation: int, ours: int) -> bool:
+def same_incarnation(incarnation: int, ours: int | None) -> bool:
     """Only what carries the session's incarnation is believed."""
     return incarnation == ours
 
@@ -85,8 +85,3 @@ GUARDS: dict[str, Callable[..., bool]] = {
         was_taken, asked_for, same_incarnation, not_older, unneeded,
     )
 }  # fmt: skip
-
-
-def holds(name: str, *args: object) -> bool:
-    """Whether the guard ``name`` lets the action go on."""
-    return GUARDS[name](*args)

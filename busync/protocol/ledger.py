@@ -30,7 +30,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from busync.ids import LeaseId, SegmentId, SessionId, Version
-from busync.protocol.guards import holds
+from busync.protocol import guards
 
 
 class State(StrEnum):
@@ -338,4 +338,4 @@ def _fits(devices: Devices, found: Devices) -> bool:
 
 def _guard(name: str, entry: Entry) -> bool:
     # "tainted" is the one condition that permits nothing: it only takes a segment out of use.
-    return entry.tainted if name == "tainted" else holds(name, entry)
+    return entry.tainted if name == "tainted" else bool(getattr(guards, name)(entry))

@@ -14,7 +14,7 @@ from busync.errors import OptionError, PoolExhausted, ViolationError, WireVersio
 from busync.ids import Incarnation, LeaseId, SegmentId, SessionId, Version, check_label
 from busync.options import PublisherOptions
 from busync.protocol import effects as fx
-from busync.protocol.guards import holds
+from busync.protocol import guards
 from busync.protocol.ledger import Devices, Entry, Event, Lease, Ledger, State
 from busync.protocol.status import describe
 from busync.protocol.topics import Arrival, Content, Reservation, Session, Topic
@@ -357,11 +357,11 @@ class PublisherProtocol:
         self._effects.append(fx.SendDoor(session.id, welcome))
 
     def _want(self, session: Session, want: Want) -> None:
-        if not holds("later_number", want.number, session.last_number):
+        if not guards.later_number(want.number, session.last_number):
             return
         if session.want is not None:
             raise ViolationError(self._peer(session), "a second Want while one is open")
-        if session.arrival is not Arrival.SURE and holds("was_taken", session.arrival):
+        if session.arrival is not Arrival.SURE and guards.was_taken(session.arrival):
             session.arrival = Arrival.SURE
         session.last_number = want.number
         session.want = want
@@ -382,7 +382,7 @@ class PublisherProtocol:
 
     def _release(self, session: Session, number: int) -> None:
         lease = self._leases.get(LeaseId(number))
-        if lease is not None and holds("own_lease", lease, session.id):
+        if lease is not None and guards.own_lease(lease, session.id):
             self._end_lease(lease)
 
     def _end_lease(self, lease: Lease) -> None:
@@ -401,9 +401,9 @@ class PublisherProtocol:
         if topic is None or want is None or not session.attached or session.ended:
             return
         entry = topic.ledger.newest()
-        if entry is None or not holds("newer", entry.version, want.have):
+        if entry is None or not guards.newer(entry.version, want.have):
             return
-        if not holds("within_held", len(session.leases), self.options.max_held):
+        if not guards.within_held(len(session.leases), self.options.max_held):
             return
         lease = topic.ledger.grant(entry, LeaseId(next(self._ids)), session.id, want.number)
         session.leases[lease.id] = self._leases[lease.id] = lease
@@ -511,7 +511,7 @@ class PublisherProtocol:
     def _tell_to_forget(self, topic: Topic, session: Session) -> None:
         """Have a session close what it caches of segments that have left the pool, unless it may still map them."""
         gone = session.pushed.difference(topic.ledger.live_segments())
-        gone = {segment for segment in gone if holds("unneeded", segment, session.leases.values())}
+        gone = {segment for segment in gone if guards.unneeded(segment, session.leases.values())}
         if gone:
             session.pushed -= gone
             forget = Forget(incarnation=self.incarnation, segments=tuple(sorted(gone)))

@@ -13,7 +13,7 @@ from busync.errors import OptionError, ViolationError, WireVersionError
 from busync.ids import Incarnation, LeaseId, SegmentId, Version, check_label
 from busync.manifest import MAX_DEVICES, GroupSpec, Manifest, TensorSpec, check_part
 from busync.protocol import effects as fx
-from busync.protocol.guards import holds
+from busync.protocol import guards
 from busync.protocol.ledger import NO_VERSION
 from busync.wire import (
     MAX_TEXT,
@@ -95,6 +95,11 @@ class SubscriberProtocol:
         return bool(self._effects)
 
     @property
+    def asks(self) -> bool:
+        """Whether a Want is open."""
+        return self._want is not None
+
+    @property
     def taken(self) -> int:
         """Leases of which ``max_held`` may be open, without those that the next Want ends."""
         return len(self.leases) - len(self.spare)
@@ -133,6 +138,9 @@ class SubscriberProtocol:
             ViolationError: the message is not allowed now; the shell ends the session.
         """
         match message:
+            case Announce():
+                if self.greeted and guards.same_incarnation(message.incarnation, self.incarnation):
+                    self._announced(message)
             case Welcome():
                 if self.greeted:
                     raise ViolationError(PEER, "a second Welcome")
@@ -147,24 +155,21 @@ class SubscriberProtocol:
             case Refuse():
                 self._effects.append(fx.Rejected(message.code, message.text))
             case Segment():
-                if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
+                if self.greeted and guards.same_incarnation(message.incarnation, self.incarnation):
                     self.segments[SegmentId(message.segment)] = message.nbytes
                     self._effects.append(fx.TakeSegment(SegmentId(message.segment), message.nbytes))
                     self._complete()
             case DeviceSegment():
-                if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
+                if self.greeted and guards.same_incarnation(message.incarnation, self.incarnation):
                     self._take_device(message)
             case Forget():
-                if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
+                if self.greeted and guards.same_incarnation(message.incarnation, self.incarnation):
                     known = self.segments.keys() | self.devices.keys()
                     gone = tuple(s for s in map(SegmentId, message.segments) if s in known)
                     for segment in gone:
                         self.segments.pop(segment, None)
                         self.devices.pop(segment, None)
                     self._effects.append(fx.ForgetSegments(gone))
-            case Announce():
-                if self.greeted and holds("same_incarnation", message.incarnation, self.incarnation):
-                    self._announced(message)
 
     def receive_bus(self, message: BusDown) -> None:
         """A message from the bus.
@@ -172,7 +177,7 @@ class SubscriberProtocol:
         Raises:
             ViolationError: the message is not allowed now; the shell ends the session.
         """
-        if not self.greeted or not holds("same_incarnation", message.incarnation, self.incarnation):
+        if not self.greeted or not guards.same_incarnation(message.incarnation, self.incarnation):
             return
         match message:
             case Joined():
@@ -259,9 +264,10 @@ class SubscriberProtocol:
         self._say(Withdraw(number=want.number))
 
     def _announced(self, announce: Announce) -> None:
-        if self._announce is not None or not holds("asked_for", announce.number, self._want and self._want.number):
+        open_number = self._want.number if self._want is not None else None
+        if self._announce is not None or not guards.asked_for(announce.number, open_number):
             return
-        if not holds("not_older", announce.version, self.adopted):
+        if not guards.not_older(announce.version, self.adopted):
             raise ViolationError(PEER, f"version {announce.version} after version {self.adopted}")
         if LeaseId(announce.lease) in self.leases:
             raise ViolationError(PEER, f"lease {announce.lease} for a second version")

@@ -71,7 +71,7 @@ class DoorConnection(forks.ForkAware):
         #: Who is at the other end.
         self.peer = Credentials(pid, uid, gid)
         #: Packets that wait for room, oldest first. Appended to by anybody, taken from by whoever has ``_flushing``.
-        self._outbox: deque[tuple[bytes, OwnedFd | None]] = deque()
+        self.outbox: deque[tuple[bytes, OwnedFd | None]] = deque()
         self._flushing = threading.Lock()  # only ever tried, never waited for
         self._swallowed: deque[bytes] = deque(maxlen=_SWALLOWED)  #: sent after the end
         forks.register(self)
@@ -83,11 +83,11 @@ class DoorConnection(forks.ForkAware):
     @property
     def pending(self) -> int:
         """How many packets wait for room."""
-        return len(self._outbox)
+        return len(self.outbox)
 
     def undelivered(self) -> list[bytes]:
         """The packets that have certainly not arrived: those that wait, and the last that came after the end."""
-        return [*self._swallowed, *(data for data, _ in list(self._outbox))]
+        return [*self._swallowed, *(data for data, _ in list(self.outbox))]
 
     def send(self, data: bytes, fd: OwnedFd | None = None) -> bool:
         """Send one packet, after those that wait; if there is no room, keep it (and a duplicate of ``fd``).
@@ -102,7 +102,7 @@ class DoorConnection(forks.ForkAware):
             FdError: ``fd`` must wait and cannot be duplicated. The packet is not sent.
             OSError: the packet is too large for the socket (EMSGSIZE).
         """
-        outbox = self._outbox
+        outbox = self.outbox
         if not outbox and self._transmit(data, fd):
             return True
         outbox.append((data, None if fd is None else fd.dup()))
@@ -110,7 +110,7 @@ class DoorConnection(forks.ForkAware):
 
     def flush(self) -> bool:
         """Send what waits, in order, as far as there is room. True if nothing waits any more."""
-        outbox = self._outbox
+        outbox = self.outbox
         while outbox:
             if not self._flushing.acquire(blocking=False):
                 return False  # whoever holds it looks again after letting go
@@ -193,7 +193,7 @@ class DoorConnection(forks.ForkAware):
         self._forget_outbox()
 
     def _forget_outbox(self) -> None:
-        outbox = self._outbox
+        outbox = self.outbox
         while outbox:
             with suppress(IndexError):
                 _, fd = outbox.popleft()

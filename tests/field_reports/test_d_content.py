@@ -60,8 +60,7 @@ MUTANTS = {
             "an edit in place ends the process",
         ),
         Mutant(
-            "busync/handles/private.py", "if not self._pagemap.untouched(address_of(mapping), self.nbytes):",
-            "if False:",
+            "busync/handles/pagemap.py", "return not any(_own_page(", "return True or any(_own_page(",
             "a mapping that was written to is used again",
         ),
         Mutant(

@@ -164,7 +164,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.mark.parametrize("size", [3, 200], ids=["inline", "on workers"])
 def test_b77_a_version_is_announced_after_every_copy(late_copies: Callable[[float], None], size: int) -> None:
     """However late a copy ends, no version is seen before it; its content digest is that of the source."""
-    late_copies(0.004)
+    late_copies(0.02)
     with blocking.Publisher("policy") as pub, blocking.Subscriber("policy", digests=True) as sub:
         for version in range(1, 101 if LONG else 41):
             source = {f"t{i}": torch.full((size,), float(version)) for i in range(500)}

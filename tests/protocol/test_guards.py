@@ -12,6 +12,7 @@ import pytest
 from busync.errors import ViolationError
 from busync.ids import Version
 from busync.options import PublisherOptions
+from busync.protocol import guards
 from busync.protocol.guards import GUARDS
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.wire import WIRE_VERSION, Announce, Joined, Release, Segment, Want, Welcome, encode
@@ -255,14 +256,14 @@ def test_with_the_guard_nothing_goes_wrong(name: str) -> None:
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_without_the_guard_something_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(GUARDS, name, lambda *_: True)
+    monkeypatch.setattr(guards, name, lambda *_: True)
     with pytest.raises(AssertionError):
         STORIES[name]()
 
 
 def test_forgetting_nothing_piles_up_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     a_segment_is_replaced()
-    monkeypatch.setitem(GUARDS, "unneeded", lambda *_: False)
+    monkeypatch.setattr(guards, "unneeded", lambda *_: False)
     with pytest.raises(Fault):
         a_segment_is_replaced()
 

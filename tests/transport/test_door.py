@@ -389,7 +389,7 @@ def test_a_packet_that_comes_while_a_flush_ends(pair: tuple[DoorConnection, Door
 
         def release(self) -> None:
             if late:
-                left._outbox.append(late.pop())
+                left.outbox.append(late.pop())
             lock.release()
 
     late: list[tuple[bytes, OwnedFd | None]] = [(b"late", None)]
