@@ -138,14 +138,17 @@ class Asking(forks.ForkAware):
         except AttributeError:  # its loop's thread closes this subscriber at this very moment
             return None
 
-    def _begin(self) -> None:
+    def _begin(self, *, look: bool = True) -> None:
         forks.ensure_same_process(self._pid, "subscriber")
         if self._closed:
             raise ClosedError("subscriber")
         if not self._opened:
             raise UsageError("this subscriber is not open", "use it inside `async with`")
         self.ensure_here()
-        self._attachment.look()
+        if look:
+            self._attachment.look()
+        if self._session is not None:
+            self._session.keep_words()
         if self._final is not None:
             raise self._final
 
@@ -156,9 +159,10 @@ class Asking(forks.ForkAware):
             return self._hand_over(ready)
         future: asyncio.Future[Snapshot] = self._attachment.loop.create_future()
         waiter = self._waiter_for(request, future)
-        self._add(waiter)
+        self._waiters.append(waiter)
+        self._update_demand()
         try:
-            patience = self._patience(timeout, waiter)
+            patience = timeout if timeout is None else self._patience(timeout, waiter)
             async with asyncio.timeout(None if patience is None else patience - spent):
                 snapshot = await future
         except TimeoutError:
@@ -182,7 +186,7 @@ class Asking(forks.ForkAware):
         if session is None or not self._core.attached:
             return None
         waiter = self._waiter_for(request)
-        self._wait_here(session, waiter, self._patience(timeout, waiter), pause)
+        self._wait_here(session, waiter, timeout if timeout is None else self._patience(timeout, waiter), pause)
         if waiter.snapshot is not None:
             return self._hand_over(waiter.snapshot)
         if self._session is None or not self._core.attached:
@@ -212,15 +216,16 @@ class Asking(forks.ForkAware):
 
     def _wait_here(self, session: Session, waiter: _Waiter, patience: float | None, pause: Pause) -> None:
         """Give turns until the waiter has its version, its time is over, or the session is."""
-        attachment = self._attachment
+        attachment, core = self._attachment, self._core
         stop_at = None if patience is None else time.monotonic() + patience
         try:
-            self._add(waiter)
+            self._waiters.append(waiter)
+            self._update_demand()
             while waiter.snapshot is None and attachment.session is session:
                 left = None if stop_at is None else stop_at - time.monotonic()
                 if left is not None and left <= 0:
                     break
-                full = self._core.full  # and one of them ends in a moment, perhaps
+                full = core.full  # and one of them ends in a moment, perhaps
                 pause(HELD_PATIENCE if full and (left is None or left > HELD_PATIENCE) else left)
                 attachment.turn_after_pause()
                 if full and waiter.snapshot is None:
@@ -245,9 +250,12 @@ class Asking(forks.ForkAware):
         """What is at hand for a request, after what has arrived was taken in."""
         if timeout is not None:
             check_seconds("timeout", timeout)
-        self._begin()
+        at_hand = self._prefetch or request.enough is not None  # or else the call will wait, and look then
+        self._begin(look=at_hand)
         self._ack_handed()
-        ready = self._at_hand(request.enough)
+        ready = None
+        if at_hand:
+            ready = self._at_hand(request.enough)
         if ready is None and self._check_held():
             ready = self._at_hand(request.enough)  # what was asked for ahead may have come just now
         return ready
@@ -259,11 +267,9 @@ class Asking(forks.ForkAware):
             if session is self._session:
                 self._core.ack(version)
 
-    def _patience(self, timeout: float | None, waiter: _Waiter) -> float | None:
+    def _patience(self, timeout: float, waiter: _Waiter) -> float:
         """Seconds to wait: a version that is there gets some, or a caller with little time would never get it."""
-        if timeout is not None and self.version > waiter.have:
-            return max(timeout, POLL_WINDOW)
-        return timeout
+        return max(timeout, POLL_WINDOW) if self.version > waiter.have else timeout
 
     def _timed_out(self, request: Request, timeout: float | None) -> WaitTimeout:
         missing = [str(self._attachment.lost_reason)] if self._opened and not self._core.attached else []
@@ -277,7 +283,8 @@ class Asking(forks.ForkAware):
             self._handed = (self._session, snapshot.version)
         if snapshot.incarnation == self._core.incarnation:
             self._given = snapshot.incarnation, max(self.adopted, snapshot.version)
-        self._update_demand()
+        if self._prefetch:
+            self._update_demand()
         return snapshot
 
     def _newest_held(self) -> Version:
@@ -285,7 +292,7 @@ class Asking(forks.ForkAware):
         session = self._session
         if session is None:
             return Version(0)
-        held = [hold.version for hold in list(session.holds.values()) if hold.version < session.newest]
+        held = [hold.version for hold in session.living() if hold.version < session.newest]
         return max(held, default=Version(0))
 
     def _at_hand(self, enough: Version | None) -> Snapshot | None:
@@ -299,7 +306,7 @@ class Asking(forks.ForkAware):
         last = self._last
         if session is None or last is None or last.version != session.newest or last.version < enough:
             return None
-        hold = next((h for h in list(session.holds.values()) if h.version == last.version), None)
+        hold = next((h for h in session.living() if h.version == last.version), None)
         return self._snapshot(last, hold, session.incarnation) if hold is not None else None
 
     def _take_ahead(self) -> Snapshot | None:
@@ -319,7 +326,8 @@ class Asking(forks.ForkAware):
         Says whether it took in what has arrived.
         """
         session = self._session
-        if session is None or not self._core.attached or self._core.held < self._core.max_held:
+        core = self._core
+        if session is None or not core.attached or core.taken < core.max_held or core.held < core.max_held:
             return False
         # A release may have been sent that the books do not know yet. To look at all objects of a process with torch
         # takes 100 ms and more.
@@ -328,15 +336,15 @@ class Asking(forks.ForkAware):
                 gc.collect(look)
             self._attachment.turn()
             session.keep_words()
-            if self._core.held < self._core.max_held or self._prefetched is not None:
+            if core.held < core.max_held or self._prefetched is not None:
                 return True
             if letting_go():
                 return True  # one of them may be gone in a moment; whoever waits for it is told if it was not
-        raise PinnedError(self._core.max_held, [str(hold) for hold in session.leased()])
+        raise PinnedError(core.max_held, [str(hold) for hold in session.leased()])
 
     def _watch_held(self) -> None:
         """See to it that no call waits without a word because others took the last lease while it waited."""
-        if self._waiters and self._core.full and self._held_timer is None:
+        if self._waiters and self._held_timer is None:
             self._held_timer = self._attachment.loop.call_later(HELD_PATIENCE, self._look_held)
 
     def _look_held(self) -> None:
@@ -351,10 +359,6 @@ class Asking(forks.ForkAware):
                 waiter.fail(error)
         self._update_demand()  # which also says what leases are not needed any more
 
-    def _add(self, waiter: _Waiter) -> None:
-        self._waiters.append(waiter)
-        self._update_demand()
-
     def _remove(self, waiter: _Waiter) -> None:
         if waiter in self._waiters:
             self._waiters.remove(waiter)
@@ -365,8 +369,6 @@ class Asking(forks.ForkAware):
         session, core = self._session, self._core
         if session is None or not core.attached:
             return
-        if not self._waiters and not self._prefetch and not core.asks:
-            return
         have: Version | None = min([waiter.have for waiter in self._waiters], default=None)
         if have is None and self._prefetch and self._prefetched is None and core.taken < core.max_held:
             have = max(self.adopted, core.adopted)  # what a caller is about to get is not asked for again
@@ -374,7 +376,7 @@ class Asking(forks.ForkAware):
         if not self._unsaid:
             core.demand(have)
             self._attachment.say()
-        if self._waiters:
+        if core.full:
             self._watch_held()
 
     def _granted(self, granted: fx.Granted) -> None:
@@ -388,4 +390,5 @@ class Asking(forks.ForkAware):
             waiter.give(self._snapshot(granted, hold, session.incarnation))
         if not takers and self._prefetch:
             self._prefetched = self._snapshot(granted, hold, session.incarnation)
-        self._update_demand()
+        if self._waiters or self._prefetch:
+            self._update_demand()

@@ -77,6 +77,8 @@ class Attachment:
         session = self.session
         if session is None:
             return
+        # Before it is attached, a session connects its bus and sends Join, which may consume ZeroMQ's signal.
+        one_packet = one_packet and self._core.attached and not self._due
         self._due = False
         torn, self._torn = self._torn, True
         events: list[SubscriberEffect] = []
@@ -108,17 +110,14 @@ class Attachment:
             return
         if self._due or self._torn or session.door.outbox or self._poll.poll(0):
             self.turn()
-        if self.session is session:
-            session.keep_words()
 
     def turn_after_pause(self) -> None:
         """As ``turn``, and less work where the pause has seen that there is little to be done."""
         ready, self._ready = self._ready, None
-        self._turn_at_door() if ready == self._packet else self.turn()
+        self.turn(one_packet=ready == self._packet)
 
     def _turn_at_door(self) -> None:
-        # Before it is attached, a session connects its bus and sends Join, which may consume ZeroMQ's signal.
-        self.turn(one_packet=self._core.attached and not self._due)
+        self.turn(one_packet=True)
 
     def say(self) -> None:
         """Say what the core has to say, without waiting for the next turn."""
@@ -135,7 +134,7 @@ class Attachment:
     def pause(self, seconds: float | None) -> None:
         """Wait without the loop until something has arrived, at most so long. Takes nothing in; call ``turn`` then."""
         self._ready = None
-        if self._due:
+        if self._due or self._torn:
             return
         if self.session is not None and self.session.door.outbox:
             seconds = RETRY if seconds is None else min(seconds, RETRY)

@@ -18,13 +18,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from busync import forks
 from busync import subscriber as aio
-from busync.asking import LATEST, NEXT, POLL_WINDOW, Pause, Request, request_version
+from busync.asking import LATEST, NEXT, POLL_WINDOW, Request, request_version
 from busync.calls import settle
 from busync.errors import ClosedError, UsageError
 from busync.handles import NameMap, Source, Tensors
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Loan", "Publisher", "Snapshot", "Subscriber"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Publisher(PublisherBase):
@@ -145,11 +145,11 @@ class Snapshot:
 
     def load_into(self, *modules: nn.Module, strict: bool = True, map: NameMap | None = None) -> None:
         """As ``busync.Snapshot.load_into``."""
-        self._subscriber._here(lambda ctrl_c: self._inner._load(modules, strict, map))
+        self._subscriber._here(self._inner._load, modules, strict, map)
 
     def ack(self) -> None:
         """As ``busync.Snapshot.ack``."""
-        self._subscriber._here(lambda ctrl_c: self._inner._ack())
+        self._subscriber._here(self._inner._ack)
 
     def release(self) -> None:
         """As ``busync.Snapshot.release``."""
@@ -160,13 +160,13 @@ class Snapshot:
         return self._subscriber._run(self._inner.digest(timeout))
 
     def __enter__(self) -> Self:
-        self._subscriber._here(lambda ctrl_c: self._inner._enter())
+        self._subscriber._here(self._inner._enter)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._subscriber._here(lambda ctrl_c: self._inner._leave(error))
+        self._subscriber._here(self._inner._leave, error)
 
     def __repr__(self) -> str:
         return repr(self._inner)
@@ -196,25 +196,29 @@ class Subscriber(forks.ForkAware):
         self._runner: asyncio.Runner | None = None
         self._inside = threading.RLock()  #: only ever tried: a thread is inside one of the calls
         self._call: weakref.ref[_Call] | None = None  #: alive while a call runs
+        self._ctrl_c = CtrlC()
         self.topic, self.name = self._inner.topic, self._inner.name
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the private loop."""
         try:
-            return self._alone(lambda runner: self._run_to_its_end(runner, coroutine))
+            return self._alone(self._run_to_its_end, coroutine)
         finally:
             coroutine.close()
 
-    def _here(self, job: Callable[[CtrlC], T]) -> T:
-        """Do without the loop what needs none. Ctrl-C strikes only where ``job`` lets it."""
+    def _here(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do without the loop what needs none and does not wait. Ctrl-C strikes at its end."""
 
-        def guarded(runner: asyncio.Runner) -> T:
-            with CtrlC() as ctrl_c:
-                return job(ctrl_c)
+        def guarded() -> T:
+            with self._ctrl_c:
+                return job(*args, **kwargs)
 
         return self._alone(guarded)
 
-    def _alone(self, job: Callable[[asyncio.Runner], T]) -> T:
+    def _pause(self, seconds: float | None) -> None:
+        self._ctrl_c.wait(self._inner._attachment.pause, seconds)
+
+    def _alone(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do it as the only caller, in the right process, outside of event loops."""
         forks.ensure_same_process(self._inner._pid, "subscriber")
         if self._runner is None:
@@ -231,13 +235,15 @@ class Subscriber(forks.ForkAware):
             call = _Call()
             self._call = weakref.ref(call)
             try:
-                return job(self._runner)
+                return job(*args, **kwargs)
             finally:
                 del call  # an exception refers to this frame
         finally:
             self._inside.release()
 
-    def _run_to_its_end(self, runner: asyncio.Runner, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _run_to_its_end(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        runner = self._runner
+        assert runner is not None, "it was looked at"
         task: asyncio.Task[T] | None = None
         given_up = False
 
@@ -315,20 +321,25 @@ class Subscriber(forks.ForkAware):
     def _ask(self, request: Request, timeout: float | None) -> Snapshot:
         """Ask without the loop for as long as there is a session, and with it when there is none."""
         begun = time.monotonic()
-        snapshot = self._here(lambda ctrl_c: self._inner._ask_here(request, timeout, self._pause(ctrl_c)))
+        snapshot = self._alone(self._ask_here, request, timeout)
         if snapshot is None:
             snapshot = self._run(self._inner._ask(request, timeout, time.monotonic() - begun))
         return Snapshot(self, snapshot)
 
-    def _pause(self, ctrl_c: CtrlC) -> Pause:
-        return partial(ctrl_c.wait, self._inner._pause)
+    def _ask_here(self, request: Request, timeout: float | None) -> AsyncSnapshot | None:
+        with self._ctrl_c:
+            return self._inner._ask_here(request, timeout, self._pause)
+
+    def _poll_here(self, timeout: float) -> AsyncSnapshot | None:
+        with self._ctrl_c:
+            return self._inner._poll_here(timeout, self._pause)
 
     def poll(self, timeout: float = POLL_WINDOW) -> Snapshot | None:
         """As ``busync.Subscriber.poll``."""
         check_seconds("timeout", timeout)
         if not self._inner._core.attached:
             self._run(asyncio.sleep(0))  # in which it may reconnect
-        snapshot = self._here(lambda ctrl_c: self._inner._poll_here(timeout, self._pause(ctrl_c)))
+        snapshot = self._alone(self._poll_here, timeout)
         return Snapshot(self, snapshot) if snapshot is not None else None
 
     @property

@@ -97,7 +97,7 @@ class _Word(Struct, eq=False, gc=False):
     ended: deque[LeaseId]
     lease: LeaseId
     said: bool  #: by a Want
-    holds: weakref.WeakValueDictionary[LeaseId, Hold]  #: the session's
+    holds: dict[LeaseId, weakref.ref[Hold]]  #: the session's
 
     def __del__(self) -> None:
         if not self.said and not sys.is_finalizing() and os.getpid() == self.pid:
@@ -187,8 +187,9 @@ class Hold:
         return memory.map(self.manifest, partial(_let_go, self))
 
     def _stay_known(self) -> None:
-        if self.lease not in self._word.holds:  # the finalizer of a cycle has saved it
-            self._word.holds[self.lease] = self
+        known = self._word.holds.get(self.lease)
+        if known is None or known() is None:  # the finalizer of a cycle has saved it
+            self._word.holds[self.lease] = weakref.ref(self)
 
     def load(self, plan: LoadPlan, queued: Mapping[int, CudaEvent]) -> None:
         """Copy the version as planned, to the end, also on GPUs; after what the caller had ``queued`` there. Blocks.

@@ -94,12 +94,12 @@ class Manifest(Struct, frozen=True, dict=True):
         """The tensors by name, which every version of a session asks for. Not to be changed."""
         return {spec.name: spec for spec in self.tensors}
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes in use, on the host and on all devices."""
         return self.nbytes + sum(spec.nbytes for spec in self.devices)
 
-    @property
+    @cached_property
     def shares(self) -> bool:
         """Whether some group has several tensors."""
         return len(self.groups) < len(self.tensors)

@@ -41,7 +41,10 @@ from busync.transport.door import DoorConnection, DoorListener
 from busync.transport.endpoint import Claim, Endpoint
 from busync.wire import (
     MAX_PACKET_BYTES,
+    Ack,
+    Release,
     Segment,
+    Want,
     Welcome,
     decode_bus_up,
     decode_door_up,
@@ -243,7 +246,11 @@ class Server(forks.ForkAware):
             if packet is not None:
                 for fd in packet.fds:
                     fd.close()
-                self.core.receive(peer.session, decode_door_up(packet.data), time.monotonic())
+                message = decode_door_up(packet.data)
+                self.core.receive(peer.session, message, time.monotonic())
+                if isinstance(message, Want | Ack | Release):  # which bring no deadline
+                    self._carry_out_all()
+                    return
         except EOFError:
             self._lose(peer)
         except FdError as error:  # a peer sent descriptors, which are never wanted
@@ -300,6 +307,10 @@ class Server(forks.ForkAware):
 
     def carry_out(self) -> None:
         """Do what the core decided, until it has nothing left to do."""
+        self._carry_out_all()
+        self._arm_timer()
+
+    def _carry_out_all(self) -> None:
         while effects := self.core.take_effects():
             for effect in effects:
                 self._carry_out_one(effect)
@@ -308,11 +319,16 @@ class Server(forks.ForkAware):
             if not self._bus_due and self.bus is not None and self.bus.has_input():
                 self._bus_due = True
                 self.loop.call_soon(self._bus_ready)
-        self._arm_timer()
 
     def _carry_out_one(self, effect: fx.PublisherEffect) -> None:
         assert self.board is not None, "acted before opened"
         match effect:
+            case fx.SendDoor(session, message):
+                data = encode(message)
+                if len(data) > MAX_PACKET_BYTES:  # an Announce with large values
+                    self._send_bus(session, data)
+                else:
+                    self._send_door(session, data, self.board.fd if isinstance(message, Welcome) else None)
             case fx.SendBus(session, message):
                 self._send_bus(session, encode(message))
             case fx.SendManifest(session, digest):
@@ -320,12 +336,6 @@ class Server(forks.ForkAware):
                     self._send_bus(session, part)
             case fx.PushSegment(session, segment_id):
                 self._push(session, segment_id)
-            case fx.SendDoor(session, message):
-                data = encode(message)
-                if len(data) > MAX_PACKET_BYTES:  # an Announce with large values
-                    self._send_bus(session, data)
-                else:
-                    self._send_door(session, data, self.board.fd if isinstance(message, Welcome) else None)
             case fx.WriteBoard(slot, version):
                 self.board.write(slot, version)
             case fx.Reserved(reservation=key) | fx.WaitDone(wait=key):

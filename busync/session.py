@@ -69,8 +69,9 @@ class Session(forks.ForkAware):
         #: leases whose Release was sent, for the core to strike out
         self.ended: deque[LeaseId] = deque()
         self.spare: deque[LeaseId] = deque()  #: leases of versions that were copied, for the core to know
-        #: also of versions that were copied, and whose leases have ended
-        self.holds: weakref.WeakValueDictionary[LeaseId, Hold] = weakref.WeakValueDictionary()
+        #: also of versions that were copied, and whose leases have ended; some may be gone. Not a WeakValueDictionary,
+        #: which runs a dozen functions for each version.
+        self.holds: dict[LeaseId, weakref.ref[Hold]] = {}
         #: leases on segments that tensors of the user may point into. A fork, perhaps on another thread, reads them
         #: here and not from the holds: one that it referred to would outlive its last use.
         self.mapped: set[LeaseId] = set()
@@ -86,16 +87,23 @@ class Session(forks.ForkAware):
         """The newest version on the board, 0 if none."""
         return Version(self.board.read(self.slot)) if self.board is not None else Version(0)
 
+    def living(self) -> list[Hold]:
+        """The holders of versions that are in use here."""
+        return [hold for known in list(self.holds.values()) if (hold := known()) is not None]
+
     def leased(self) -> list[Hold]:
-        """The holders of leases that have not ended."""
-        return [hold for lease, hold in list(self.holds.items()) if lease in self.core.leases]
+        """Those whose leases have not ended."""
+        return [hold for hold in self.living() if hold.lease in self.core.leases]
 
     def hold(self, granted: fx.Granted) -> Hold:
         """The holder of a fresh grant."""
         stored = granted.segment_nbytes or granted.manifest.devices
         segment = self.segments[granted.segment] if stored else None
         hold = Hold(self, granted.lease, granted.version, granted.manifest, segment)
-        self.holds[granted.lease] = hold
+        for lease, known in list(self.holds.items()):
+            if known() is None and self.holds.get(lease) is known:  # and was not saved just now; see Hold
+                del self.holds[lease]
+        self.holds[granted.lease] = weakref.ref(hold)
         return hold
 
     def turn(self, events: list[fx.SubscriberEffect], *, one_packet: bool = False) -> None:
@@ -137,8 +145,11 @@ class Session(forks.ForkAware):
 
     def keep_words(self) -> None:
         """Say Release for leases whose last user is gone without a word: Ctrl-C may strike inside a finalizer."""
-        self.strike_ended()
-        for lease in self.core.without_hold(self.holds):
+        if self.ended or self.spare:
+            self.strike_ended()
+        if not self.core.taken:
+            return
+        for lease in self.core.without_hold({hold.lease for hold in self.living()}):
             self.door.send(encode(Release(lease=lease)))
             self.mapped.discard(lease)
             self.core.ended(lease)
@@ -200,8 +211,8 @@ class Session(forks.ForkAware):
 
     def _said(self, released: tuple[int, ...]) -> None:
         for lease in map(LeaseId, released):
-            hold = self.holds.get(lease)
-            if hold is not None:
+            known = self.holds.get(lease)
+            if known is not None and (hold := known()) is not None:
                 hold.said()
 
     def _take_fd(self, what: str) -> OwnedFd:
@@ -256,6 +267,6 @@ class Session(forks.ForkAware):
 
     def after_fork_in_child(self) -> None:
         """Close what would keep the parent's memory alive; the sockets look after themselves."""
-        kept = {hold.segment for hold in list(self.holds.values()) if hold.segment is not None}
+        kept = {hold.segment for hold in self.living() if hold.segment is not None}
         for segment in kept | set(self.segments.values()):
             segment.after_fork_in_child()

@@ -64,11 +64,12 @@ def make_jobs(
         memmove = ctypes.memmove
         for offset, address, nbytes in small_moves:
             memmove(base + offset, address, nbytes)
-        with torch.inference_mode():
-            for row in rows:
-                torch._foreach_copy_(batch.targets[row : row + _ROW], batch.sources[row : row + _ROW])
-            for target, source in small_copies:
-                copy_elements(target, source)
+        if copies or batch.targets:
+            with torch.inference_mode():
+                for row in rows:
+                    torch._foreach_copy_(batch.targets[row : row + _ROW], batch.sources[row : row + _ROW])
+                for target, source in small_copies:
+                    copy_elements(target, source)
         _ = holder, keep  # alive until the last byte is copied
 
     return [job] * count

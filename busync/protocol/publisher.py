@@ -149,7 +149,8 @@ class PublisherProtocol:
         self.counters["published"] += 1
         self._effects.append(fx.WriteBoard(topic.slot, version))
         for session in topic.sessions.values():
-            self._try_grant(session)
+            if session.want is not None:
+                self._try_grant(session)
         self._drop_layouts(layout)
         self._serve_queue(topic, now)
         return version

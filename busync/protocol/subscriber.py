@@ -95,11 +95,6 @@ class SubscriberProtocol:
         return bool(self._effects)
 
     @property
-    def asks(self) -> bool:
-        """Whether a Want is open."""
-        return self._want is not None
-
-    @property
     def taken(self) -> int:
         """Leases of which ``max_held`` may be open, without those that the next Want ends."""
         return len(self.leases) - len(self.spare)
@@ -212,6 +207,8 @@ class SubscriberProtocol:
 
     def _take_spare(self) -> tuple[LeaseId, ...]:
         """Leases that end with a Want: one packet less wakes the publisher once less."""
+        if not self.spare:
+            return ()
         released = tuple(sorted(self.spare))
         for lease in released:
             del self.leases[lease]
@@ -288,15 +285,15 @@ class SubscriberProtocol:
         segment = SegmentId(announce.segment)
         if self._part is not None or manifest is None or manifest.digest != announce.layout:
             raise ViolationError(PEER, f"version {announce.version} has a layout that was never sent")
-        devices = self.devices.get(segment, {})
         if manifest.nbytes and segment not in self.segments:
             return
-        if any(spec.device not in devices for spec in manifest.devices):
-            return
         nbytes = self.segments[segment] if manifest.nbytes else 0
-        for needed, size in ((manifest.nbytes, nbytes), *((s.nbytes, devices[s.device]) for s in manifest.devices)):
-            if needed > size:
-                raise ViolationError(PEER, f"a layout of {needed} bytes in a segment of {size}")
+        self._check_room(manifest.nbytes, nbytes)
+        devices = self.devices.get(segment, {}) if manifest.devices else {}
+        for spec in manifest.devices:
+            if spec.device not in devices:
+                return
+            self._check_room(spec.nbytes, devices[spec.device])
         self._want = self._announce = None
         self._granted = Version(announce.version)
         self.adopted = max(self.adopted, self._granted)
@@ -312,6 +309,11 @@ class SubscriberProtocol:
                 announce.published_at,
             )
         )
+
+    @staticmethod
+    def _check_room(needed: int, nbytes: int) -> None:
+        if needed > nbytes:
+            raise ViolationError(PEER, f"a layout of {needed} bytes in a segment of {nbytes}")
 
     def _add_part(self, part: ManifestPart) -> None:
         last = self._part
