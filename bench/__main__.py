@@ -37,7 +37,7 @@ ENOUGH: Final = 4.0  #: seconds of a turn, starts and ends included, after which
 BUDGET: Final = 480.0  #: seconds of a short run; where it is behind them, peers get one turn
 GPU_BUDGET: Final = 330.0  #: the same on a GPU; there nobody gets another turn then, and peers get none
 BEHIND: Final = "left out, for the run was behind its pace (--full leaves out nothing)"
-SLOWLY: Final = "left to --full: it takes longer there than all others together"
+SLOWLY: Final = "left to --full"
 VERSIONS: Final = ("torch", "pyzmq", "msgpack", "msgspec", "uvloop", "safetensors", "torchrl", "ray")
 
 

@@ -353,7 +353,8 @@ def test_b50_a_reader_that_cannot_be_reached_is_no_failure(
             for thread in threads:
                 thread.start()
             time.sleep(0.1)  # both wait
-            report = pub.publish(patterns.state(1, 2, SMALL), wait="all", timeout=0.5)
+            layout = patterns.state(1, 2, SMALL) | {"another": torch.ones(1)}  # or the bus would not be used
+            report = pub.publish(layout, wait="all", timeout=0.5)
             assert report.version == 2
             assert len(report.gone) == 1
             for thread in threads:
