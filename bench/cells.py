@@ -24,7 +24,7 @@ def _busy(idle: Cell) -> Group:
     return idle, Cell(mode=idle.mode, state=idle.state, readers=idle.readers, processes=idle.processes, busy=True)
 
 
-#: Peers that a short run leaves to ``--full``: they take very long to start at a cell, or fail there after long, and the
+#: Peers that a short run leaves to ``--full``: they take very long to start at a cell, or fail there after long, or the
 #: same state is measured with them in another cell.
 SLOW: Final[dict[str, tuple[str, ...]]] = {
     "view cartpole 16": ("torchrl",),
