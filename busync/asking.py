@@ -258,6 +258,8 @@ class Asking(forks.ForkAware):
             ready = self._at_hand(request.enough)
         if ready is None and self._check_held():
             ready = self._at_hand(request.enough)  # what was asked for ahead may have come just now
+        if ready is not None:
+            self._attachment.say()  # or the acknowledgement of the version before would wait for the next Want
         return ready
 
     def _ack_handed(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,6 +29,23 @@ def test_one_that_only_polls_reconnects() -> None:
             time.sleep(0.01)
         assert snapshot.incarnation == pub.incarnation
         sub.close()
+
+
+@pytest.mark.parametrize("call", ["latest", "wait_version", "poll", "next"])
+@pytest.mark.parametrize("nbytes", [100, 200_000], ids=["copied", "mapped"])
+def test_every_call_acknowledges_what_was_handed_out_before(call: str, nbytes: int) -> None:
+    asks: dict[str, Callable[[blocking.Subscriber], object]] = {
+        "latest": lambda sub: sub.latest(5),
+        "wait_version": lambda sub: sub.wait_version(1, 5),
+        "poll": lambda sub: sub.poll(),
+        "next": lambda sub: pytest.raises(busync.WaitTimeout, sub.next, timeout=0.0),
+    }
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        pub.publish({"w": torch.zeros(nbytes, dtype=torch.uint8)})
+        snapshot = sub.next(5)
+        assert len(snapshot.tensors["w"]) == nbytes
+        asks[call](sub)
+        pub.wait(1, "acked", timeout=2)
 
 
 def test_a_timeout_of_months() -> None:
