@@ -9,6 +9,7 @@ import asyncio
 import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -99,6 +100,7 @@ class Asking(forks.ForkAware):
         #: The newest that a caller got. A grant is not enough: whoever waited for it may have been cancelled.
         self._given: tuple[Incarnation | None, Version] = (None, Version(0))
         self._last: fx.Granted | None = None  #: of this session
+        self._last_hold: Callable[[], Hold | None] = lambda: None
 
     def _snapshot(self, granted: fx.Granted, hold: Hold, incarnation: Incarnation) -> Snapshot:
         """What callers get."""
@@ -250,8 +252,8 @@ class Asking(forks.ForkAware):
         """What is at hand for a request, after what has arrived was taken in."""
         if timeout is not None:
             check_seconds("timeout", timeout)
-        at_hand = self._prefetch or request.enough is not None  # or else the call will wait, and look then
-        self._begin(look=at_hand)
+        at_hand = self._prefetch or request.enough is not None
+        self._begin(look=at_hand or timeout is not None)  # who waits for ever will look
         self._ack_handed()
         ready = None
         if at_hand:
@@ -308,7 +310,7 @@ class Asking(forks.ForkAware):
         last = self._last
         if session is None or last is None or last.version != session.newest or last.version < enough:
             return None
-        hold = next((h for h in session.living() if h.version == last.version), None)
+        hold = self._last_hold()
         return self._snapshot(last, hold, session.incarnation) if hold is not None else None
 
     def _take_ahead(self) -> Snapshot | None:
@@ -342,7 +344,7 @@ class Asking(forks.ForkAware):
                 return True
             if letting_go():
                 return True  # one of them may be gone in a moment; whoever waits for it is told if it was not
-        raise PinnedError(core.max_held, [str(hold) for hold in session.leased()])
+        raise PinnedError(core.max_held, [str(hold) for hold in session.living()])
 
     def _watch_held(self) -> None:
         """See to it that no call waits without a word because others took the last lease while it waited."""
@@ -375,7 +377,9 @@ class Asking(forks.ForkAware):
         if have is None and self._prefetch and self._prefetched is None and core.taken < core.max_held:
             have = max(self.adopted, core.adopted)  # what a caller is about to get is not asked for again
         self._unsaid = bool(session.door.outbox)  # the publisher does not read: Wants and Withdraws would pile up
-        if not self._unsaid:
+        if self._unsaid:
+            self._attachment.flush_later(session)
+        else:
             core.demand(have)
             self._attachment.say()
         if core.full:
@@ -385,7 +389,7 @@ class Asking(forks.ForkAware):
         session = self._session
         assert session is not None, "granted without a session"
         hold = session.hold(granted)
-        self._last = granted
+        self._last, self._last_hold = granted, weakref.ref(hold)
         takers = [waiter for waiter in self._waiters if waiter.have < granted.version]
         for waiter in takers:
             self._waiters.remove(waiter)

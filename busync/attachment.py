@@ -101,7 +101,7 @@ class Attachment:
             if not self._scheduled:
                 self._scheduled = True
                 self.loop.call_soon(self._next_turn)
-        self._flush_later(session)
+        self.flush_later(session)
 
     def look(self) -> None:
         """As ``turn``, and much less work when nothing has arrived."""
@@ -128,7 +128,7 @@ class Attachment:
             session.say(events)
             if events:
                 self._owner.handle(events)
-            self._flush_later(session)
+            self.flush_later(session)
             self._torn = torn
 
     def pause(self, seconds: float | None) -> None:
@@ -144,7 +144,8 @@ class Attachment:
         self._scheduled = False
         self.turn()
 
-    def _flush_later(self, session: Session) -> None:
+    def flush_later(self, session: Session) -> None:
+        """Give a turn soon if something waits for room at the door."""
         if session.door.outbox and not self._retrying:
             self._retrying = True
             self.loop.call_later(RETRY, self._flush)

@@ -85,6 +85,12 @@ class AttachedSegment:
             self._readonly = None
 
 
+class _Life:
+    """Something to refer to weakly, as a word cannot be: it lives as long."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Word(Struct, eq=False, gc=False):
     """The promise to say Release. It is said when this dies: on any thread, perhaps inside the garbage collector.
 
@@ -96,8 +102,8 @@ class _Word(Struct, eq=False, gc=False):
     pid: int
     ended: deque[LeaseId]
     lease: LeaseId
-    said: bool  #: by a Want
-    holds: dict[LeaseId, weakref.ref[Hold]]  #: the session's
+    life: _Life
+    said: bool = False  #: by a Want
 
     def __del__(self) -> None:
         if not self.said and not sys.is_finalizing() and os.getpid() == self.pid:
@@ -122,12 +128,18 @@ class Hold:
         self.manifest = manifest
         self.segment = segment
         self._mapped = session.mapped
+        self._holds = session.holds
         self._spare = session.spare
         self._bytes: bytearray | None = None  #: of a small version, as they were published; nobody writes to them
         self._copying = threading.RLock()  #: nobody may find the lease gone half way
         #: of each mapping. Not its builder: that refers to the mapping, and the mapping to this hold
         self._memories: list[Memory] = []
-        self._word = _Word(session.door, os.getpid(), session.ended, lease, False, session.holds)
+        life = _Life()
+        self._word = _Word(session.door, os.getpid(), session.ended, lease, life)
+
+    def life(self) -> weakref.ref[object]:
+        """A reference that is good until Release was said, or should have been; not cleared when the hold is saved."""
+        return weakref.ref(self._word.life)
 
     def own_memory(self) -> TensorBuilder:
         """A builder of tensors over memory of this process, which keeps this hold alive.
@@ -187,9 +199,9 @@ class Hold:
         return memory.map(self.manifest, partial(_let_go, self))
 
     def _stay_known(self) -> None:
-        known = self._word.holds.get(self.lease)
+        known = self._holds.get(self.lease)
         if known is None or known() is None:  # the finalizer of a cycle has saved it
-            self._word.holds[self.lease] = weakref.ref(self)
+            self._holds[self.lease] = weakref.ref(self)
 
     def load(self, plan: LoadPlan, queued: Mapping[int, CudaEvent]) -> None:
         """Copy the version as planned, to the end, also on GPUs; after what the caller had ``queued`` there. Blocks.

@@ -69,9 +69,11 @@ class Session(forks.ForkAware):
         #: leases whose Release was sent, for the core to strike out
         self.ended: deque[LeaseId] = deque()
         self.spare: deque[LeaseId] = deque()  #: leases of versions that were copied, for the core to know
-        #: also of versions that were copied, and whose leases have ended; some may be gone. Not a WeakValueDictionary,
-        #: which runs a dozen functions for each version.
+        #: Of leases that have not ended; some may be gone. Not WeakValueDictionaries, which run a dozen functions for
+        #: each version. The collector clears references to a hold before it runs finalizers, which may save it, and
+        #: never those to the life of its word.
         self.holds: dict[LeaseId, weakref.ref[Hold]] = {}
+        self.words: dict[LeaseId, weakref.ref[object]] = {}
         #: leases on segments that tensors of the user may point into. A fork, perhaps on another thread, reads them
         #: here and not from the holds: one that it referred to would outlive its last use.
         self.mapped: set[LeaseId] = set()
@@ -88,22 +90,16 @@ class Session(forks.ForkAware):
         return Version(self.board.read(self.slot)) if self.board is not None else Version(0)
 
     def living(self) -> list[Hold]:
-        """The holders of versions that are in use here."""
+        """The holders of leases that have not ended."""
         return [hold for known in list(self.holds.values()) if (hold := known()) is not None]
-
-    def leased(self) -> list[Hold]:
-        """Those whose leases have not ended."""
-        return [hold for hold in self.living() if hold.lease in self.core.leases]
 
     def hold(self, granted: fx.Granted) -> Hold:
         """The holder of a fresh grant."""
         stored = granted.segment_nbytes or granted.manifest.devices
         segment = self.segments[granted.segment] if stored else None
         hold = Hold(self, granted.lease, granted.version, granted.manifest, segment)
-        for lease, known in list(self.holds.items()):
-            if known() is None and self.holds.get(lease) is known:  # and was not saved just now; see Hold
-                del self.holds[lease]
         self.holds[granted.lease] = weakref.ref(hold)
+        self.words[granted.lease] = hold.life()
         return hold
 
     def turn(self, events: list[fx.SubscriberEffect], *, one_packet: bool = False) -> None:
@@ -137,11 +133,18 @@ class Session(forks.ForkAware):
     def strike_ended(self) -> None:
         """Strike out the leases whose Release was sent."""
         while self.ended:
-            lease = self.ended.popleft()
-            self.mapped.discard(lease)
-            self.core.ended(lease)
+            self._struck(self.ended.popleft())
         while self.spare:
             self.core.spared(self.spare.popleft())
+
+    def _struck(self, lease: LeaseId) -> None:
+        self._forget(lease)
+        self.mapped.discard(lease)
+        self.core.ended(lease)
+
+    def _forget(self, lease: LeaseId) -> None:
+        self.holds.pop(lease, None)
+        self.words.pop(lease, None)
 
     def keep_words(self) -> None:
         """Say Release for leases whose last user is gone without a word: Ctrl-C may strike inside a finalizer."""
@@ -149,10 +152,10 @@ class Session(forks.ForkAware):
             self.strike_ended()
         if not self.core.taken:
             return
-        for lease in self.core.without_hold({hold.lease for hold in self.living()}):
+        kept = {lease for lease, word in list(self.words.items()) if word() is not None}
+        for lease in self.core.without_hold(kept):
             self.door.send(encode(Release(lease=lease)))
-            self.mapped.discard(lease)
-            self.core.ended(lease)
+            self._struck(lease)
 
     def _receive(self, events: list[fx.SubscriberEffect]) -> None:
         """Handle what has arrived. The bus comes last: nothing lies there afterwards, unless there is ``more``."""
@@ -214,6 +217,7 @@ class Session(forks.ForkAware):
             known = self.holds.get(lease)
             if known is not None and (hold := known()) is not None:
                 hold.said()
+            self._forget(lease)
 
     def _take_fd(self, what: str) -> OwnedFd:
         fd, self._fd = self._fd, None

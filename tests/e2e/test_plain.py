@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -31,6 +34,89 @@ def test_one_that_only_polls_reconnects() -> None:
         sub.close()
 
 
+def ask_in_vain(sub: blocking.Subscriber) -> None:
+    with pytest.raises(busync.WaitTimeout):
+        sub.next(timeout=0.0)
+
+
+def test_one_that_never_waits_finds_the_next_publisher() -> None:
+    with ExitStack() as stack:
+        with blocking.Publisher("p") as pub:
+            sub = stack.enter_context(blocking.Subscriber("p"))
+            pub.publish(patterns.state(1, 1))
+            sub.next(5)
+        with blocking.Publisher("p") as pub:
+            pub.publish(patterns.state(1, 1))
+            stop_at = time.monotonic() + 5
+            while True:
+                try:
+                    assert sub.next(timeout=0.0).incarnation == pub.incarnation
+                    break
+                except busync.WaitTimeout:
+                    assert time.monotonic() < stop_at
+                    time.sleep(0.01)
+
+
+def test_small_versions_that_are_kept_are_in_nobodys_way() -> None:
+    with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
+        kept = []
+        for version in range(1, 51):
+            pub.publish({"w": torch.tensor([float(version)])})
+            snapshot = sub.next(5)
+            kept.append(snapshot.tensors["w"])
+            kept.append(snapshot)  # type: ignore[arg-type]
+        assert sub.latest(5).tensors["w"].item() == 50
+        opened = sub._inner._session
+        assert opened is not None
+        assert max(len(opened.holds), len(opened.words), len(opened.core.leases)) <= 2
+        assert [float(tensor) for tensor in kept[::2]] == list(range(1, 51))
+
+
+def test_what_a_finalizer_saves_keeps_its_lease() -> None:
+    """The collector takes references to it away before the finalizer runs: it must not seem to be gone."""
+    saved = []
+
+    class Keeper:
+        def __init__(self, snapshot: blocking.Snapshot) -> None:
+            self.me, self.snapshot = self, snapshot
+
+        def __del__(self) -> None:
+            saved.append(self.snapshot)
+
+    with blocking.Publisher("p", max_segments=2) as pub, blocking.Subscriber("p") as sub:
+        pub.publish({"w": torch.ones(100_000)})
+        Keeper(sub.next(5))
+        gc.collect()
+        assert sub.poll() is None
+        weight = saved[0].tensors["w"]
+        for version in range(2, 6):
+            pub.publish({"w": torch.full((100_000,), float(version))})
+            assert pub.status()["subscribers"][0]["leases"], "the lease has ended"
+        assert bool((weight == 1).all())
+        del weight
+        saved.clear()
+        pub.wait(1, "released", timeout=5)
+
+
+@pytest.mark.asyncio
+async def test_what_found_no_room_is_sent_while_a_call_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with busync.Publisher("p") as pub, busync.Subscriber("p") as sub:
+        await pub.publish({"w": torch.zeros(100_000)})
+        snapshot = await sub.next(5)
+        weight = snapshot.tensors["w"]
+        opened = sub._session
+        assert opened is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(opened.door, "_transmit", lambda data, fd: False)
+            del snapshot, weight
+            await asyncio.sleep(0)  # the future that brought it
+            assert opened.door.outbox, "the Release waits"
+        task = asyncio.create_task(sub.next())
+        await asyncio.sleep(0.05)
+        await pub.publish({"w": torch.ones(100_000)})
+        assert (await asyncio.wait_for(task, 2)).version == 2
+
+
 @pytest.mark.parametrize("call", ["latest", "wait_version", "poll", "next"])
 @pytest.mark.parametrize("nbytes", [100, 200_000], ids=["copied", "mapped"])
 def test_every_call_acknowledges_what_was_handed_out_before(call: str, nbytes: int) -> None:
@@ -38,7 +124,7 @@ def test_every_call_acknowledges_what_was_handed_out_before(call: str, nbytes: i
         "latest": lambda sub: sub.latest(5),
         "wait_version": lambda sub: sub.wait_version(1, 5),
         "poll": lambda sub: sub.poll(),
-        "next": lambda sub: pytest.raises(busync.WaitTimeout, sub.next, timeout=0.0),
+        "next": ask_in_vain,
     }
     with blocking.Publisher("p") as pub, blocking.Subscriber("p") as sub:
         pub.publish({"w": torch.zeros(nbytes, dtype=torch.uint8)})

@@ -38,7 +38,7 @@ MUTANTS = {
         ),
         Mutant(
             "busync/asking.py",
-            "raise PinnedError(core.max_held, [str(hold) for hold in session.leased()])", "return False",
+            "raise PinnedError(core.max_held, [str(hold) for hold in session.living()])", "return False",
             "a holder at its limit waits in vain instead of being told",
         ),
     ),
