@@ -67,7 +67,7 @@ class Bound:
     withdrawals: int = 0  #: a reader stops waiting
     cancels: int = 0  #: a publish is cancelled, perhaps while its copy still runs
     in_flight: int = 3  #: messages in one direction of one session
-    layouts: int = 1  #: 2: odd and even versions differ in their layout
+    layouts: int = 1  #: 2: see ``reader.layout_of``
     reduced: bool = True  #: leave out interleavings that make no difference; see ``Sides.hurry``
     digests: bool = False  #: readers ask for content digests
     any_order: bool = False  #: messages of the two channels overtake each other without limit
@@ -147,6 +147,7 @@ FULL: Final = (
     world("any other reader, withdrawn and cancelled", max_segments=2, withdrawals=1, cancels=1, other=True),
     world("any other reader, any order", max_segments=2, any_order=True, swaps=0, other=True),
     world("any other reader, layouts and acks", publishes=2, max_segments=2, layouts=2, acks=True, other=True),
+    world("any other reader, two layouts", max_segments=2, layouts=2, other=True),
     world("any other reader, copies", max_segments=2, copies=True, other=True),
     world("any other reader, digests", publishes=2, max_segments=2, digests=True, other=True),
 )

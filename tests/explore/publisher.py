@@ -17,7 +17,7 @@ from busync.protocol.publisher import PublisherProtocol
 from busync.protocol.topics import Arrival, Content, Reservation, Session, Topic
 from busync.wire import Want
 from tests.explore.bounds import Bound
-from tests.explore.reader import LAYOUTS, NBYTES
+from tests.explore.reader import LAYOUTS, NBYTES, layout_of
 from tests.protocol.world import digest_of
 
 NOW, TIMED_OUT, LATER, NEVER = 0.0, -1.0, 1.0, 1e9
@@ -158,7 +158,7 @@ def _thaw_topic(core: PublisherProtocol, bound: Bound, i: int, frozen: TopicStat
         topic.content = Content({"version": frozen.version}, NOW)
     ledger.free = {SegmentId(segment): NBYTES for segment in frozen.free}
     for e in frozen.entries:
-        layout = LAYOUTS[e.version % bound.layouts].digest if e.version else b""
+        layout = layout_of(bound, e.version).digest if e.version else b""
         ledger.entries.append(
             Entry(
                 segment=SegmentId(e.segment), nbytes=NBYTES, state=e.state, fresh=e.fresh, version=Version(e.version),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from busync.errors import ViolationError
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
+from busync.manifest import Manifest
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.wire import Abandon, Announce, BusDown, Join, Release, Want
@@ -17,6 +18,11 @@ from tests.protocol.world import Fault, digest_of, layout_for, require
 LAYOUTS = (layout_for(128, 1), layout_for(128, 2))
 NBYTES = 128
 NOT_WAITING = -1
+
+
+def layout_of(bound: Bound, version: int) -> Manifest:
+    """The layout of a version. Where there are two, version 2 has another one than version 1, and version 3 the same."""
+    return LAYOUTS[version // 2 % bound.layouts]
 
 
 class MappingState(NamedTuple):
@@ -213,7 +219,7 @@ class ReaderProcess:
 
     def _granted(self, effect: fx.Granted) -> None:
         require(effect.values == {"version": effect.version}, "values of another version")
-        require(effect.manifest == LAYOUTS[effect.version % self.bound.layouts], "the layout of another version")
+        require(effect.manifest == layout_of(self.bound, effect.version), "the layout of another version")
         require(self.have != NOT_WAITING and effect.version > self.have, f"{effect.version} was not asked for")
         incarnation, last = self.last
         require(incarnation != self.core.incarnation or effect.version >= last, "versions go back")

@@ -36,7 +36,7 @@ from tests.explore.publisher import (
     thaw,
     topic_name,
 )
-from tests.explore.reader import LAYOUTS, NBYTES
+from tests.explore.reader import LAYOUTS, NBYTES, layout_of
 from tests.protocol.world import Fault, digest_of, require
 
 Action = tuple[str | int, ...]  #: a method of PublisherProcess and its arguments
@@ -120,7 +120,7 @@ class PublisherProcess:
         version = topic.version + 1
         assert job.entry is not None, "it has a segment"
         self.pool[job.entry.segment] = version
-        layout = LAYOUTS[version % self.bound.layouts].digest
+        layout = layout_of(self.bound, version).digest
         done = self.core.commit(number, layout, "", {"version": version}, NOW)
         require(done == version, "a publish was refused")
 
