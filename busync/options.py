@@ -47,7 +47,7 @@ class PublisherOptions:
     #: User ids besides the publisher's own that may subscribe. They get access to the endpoint's directory.
     allow_uids: frozenset[int] = frozenset()
     #: Threads that copy weights into shared memory.
-    copy_threads: int = 2
+    copy_threads: int = 4
 
     def __post_init__(self) -> None:
         _check_count("max_segments", self.max_segments, 2, 1024)

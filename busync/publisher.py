@@ -61,7 +61,7 @@ class PublisherBase:
     def __init__(
         self, endpoint: str | os.PathLike[str], *, max_segments: int = 4, max_held: int = 2,
         when_full: WhenFull = "wait", lease_timeout: float = 10.0, allow_uids: Iterable[int] = (),
-        copy_threads: int = 2,
+        copy_threads: int = 4,
     ) -> None:  # fmt: skip
         """Check the options, which ``Publisher`` explains; nothing is opened yet.
 
@@ -163,7 +163,8 @@ class Publisher(PublisherBase):
         lease_timeout: seconds that a publish waits for a segment before it leaves the oldest retired version to those
             who hold it, and takes a fresh one.
         allow_uids: user ids besides the publisher's own that may subscribe.
-        copy_threads: threads that copy weights into shared memory, 1 to 64.
+        copy_threads: threads that copy weights into shared memory, 1 to 64. More than there are free cores do no harm, and
+            get their share of cores that others keep busy.
 
     Raises:
         OptionError: an option has a value that is not allowed.

@@ -62,7 +62,7 @@ def make_round(seed: int, number: int, steps: int = STEPS_PER_ROUND) -> Round:
         "max_held": rng.choice([2, 2, 3]),
         "lease_timeout": rng.choice([0.1, 0.2, 0.4]),
         "when_full": rng.choice(["wait", "wait", "wait", "skip"]),
-        "copy_threads": rng.choice([1, 2]),
+        "copy_threads": rng.choice([1, 2, 4]),
     }
     kinds = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=steps)
     return Round(
