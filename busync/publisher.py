@@ -163,8 +163,8 @@ class Publisher(PublisherBase):
         lease_timeout: seconds that a publish waits for a segment before it leaves the oldest retired version to those
             who hold it, and takes a fresh one.
         allow_uids: user ids besides the publisher's own that may subscribe.
-        copy_threads: threads that copy weights into shared memory, 1 to 64. More than there are free cores do no harm, and
-            get their share of cores that others keep busy.
+        copy_threads: threads that copy weights into shared memory, 1 to 64. More than there are free cores do little
+            harm, and get their share of cores that others keep busy.
 
     Raises:
         OptionError: an option has a value that is not allowed.

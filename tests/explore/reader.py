@@ -21,7 +21,7 @@ NOT_WAITING = -1
 
 
 def layout_of(bound: Bound, version: int) -> Manifest:
-    """The layout of a version. Where there are two, version 2 has another one than version 1, and version 3 the same."""
+    """The layout of a version. Where there are two, version 2 has another than version 1, and version 3 the same."""
     return LAYOUTS[version // 2 % bound.layouts]
 
 
