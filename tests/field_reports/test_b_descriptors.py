@@ -52,8 +52,8 @@ MUTANTS = {
     ),
     "test_b25_both_loops_behave_alike": Mutant(
         "busync/session.py",
-        "        stop_at = 0.0\n",
-        "        stop_at = 0.0\n        time.sleep(0.03)\n",
+        "            if self.door.outbox:\n",
+        "            time.sleep(0.03)\n            if self.door.outbox:\n",
         "a turn blocks the loop",
     ),
     "test_b26_a_cancelled_fetch_leaves_nothing": Mutant(
