@@ -221,7 +221,9 @@ class SubscriberRole(Role):
         def read(asked_to_stop: Callable[[], bool]) -> None:
             assert self.held, "nothing to read"
             try:
-                self.next(0.0)
+                asked = self.sub.next(0.0)
+                if self._runner is not None:
+                    asked.send(None)  # by hand: uvloop shares its io_uring with the parent, and cannot run here
             except ForkedError:
                 pass
             else:
