@@ -116,9 +116,6 @@ class Attachment:
         ready, self._ready = self._ready, None
         self.turn(one_packet=ready == self._packet)
 
-    def _turn_at_door(self) -> None:
-        self.turn(one_packet=True)
-
     def say(self) -> None:
         """Say what the core has to say, without waiting for the next turn."""
         session = self.session
@@ -237,7 +234,7 @@ class Attachment:
         self._packet = [(door, select.POLLIN)]
         for fd in self.fds():
             if fd not in self._watched:
-                self.loop.add_reader(fd, self._turn_at_door if fd == door else self.turn)
+                self.loop.add_reader(fd, self.turn)
                 self._poll.register(fd, select.POLLIN)
                 self._watched.append(fd)
 

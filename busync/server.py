@@ -41,10 +41,7 @@ from busync.transport.door import DoorConnection, DoorListener
 from busync.transport.endpoint import Claim, Endpoint
 from busync.wire import (
     MAX_PACKET_BYTES,
-    Ack,
-    Release,
     Segment,
-    Want,
     Welcome,
     decode_bus_up,
     decode_door_up,
@@ -59,6 +56,7 @@ STOP_TIMEOUT = 10.0  #: seconds that the end of the program waits for a publishe
 SPARE_DESCRIPTORS = 32  #: below this many the door admits nobody: libzmq aborts the process when it runs out
 RETRY = 0.005  #: seconds until packets that found no room are tried again
 ACCEPTS_PER_TURN = 64
+PACKETS_PER_TURN = 64
 MESSAGES_PER_TURN = 64
 MAX_WAITING = 64  #: packets, each with a descriptor perhaps, for a subscriber that does not read its door
 
@@ -241,16 +239,17 @@ class Server(forks.ForkAware):
         self.carry_out()
 
     def _door_ready(self, peer: Peer) -> None:
+        # To the end: libuv tells of a connection that was reset once, and never again.
         try:
-            packet = peer.door.receive()  # one: the loop comes again if there are more
-            if packet is not None:
+            for _ in range(PACKETS_PER_TURN):
+                packet = peer.door.receive()
+                if packet is None:
+                    break
                 for fd in packet.fds:
                     fd.close()
-                message = decode_door_up(packet.data)
-                self.core.receive(peer.session, message, time.monotonic())
-                if isinstance(message, Want | Ack | Release):  # which bring no deadline
-                    self._carry_out_all()
-                    return
+                self.core.receive(peer.session, decode_door_up(packet.data), time.monotonic())
+            else:
+                self.loop.call_soon(self._door_again, peer)
         except EOFError:
             self._lose(peer)
         except FdError as error:  # a peer sent descriptors, which are never wanted
@@ -258,6 +257,10 @@ class Server(forks.ForkAware):
         except ProtocolError as error:
             self._break(peer, str(error))
         self.carry_out()
+
+    def _door_again(self, peer: Peer) -> None:
+        if self._peers.get(peer.session) is peer:
+            self._door_ready(peer)
 
     def _bus_ready(self) -> None:
         assert self.bus is not None, "received before opened"
@@ -307,10 +310,6 @@ class Server(forks.ForkAware):
 
     def carry_out(self) -> None:
         """Do what the core decided, until it has nothing left to do."""
-        self._carry_out_all()
-        self._arm_timer()
-
-    def _carry_out_all(self) -> None:
         while effects := self.core.take_effects():
             for effect in effects:
                 self._carry_out_one(effect)
@@ -319,6 +318,7 @@ class Server(forks.ForkAware):
             if not self._bus_due and self.bus is not None and self.bus.has_input():
                 self._bus_due = True
                 self.loop.call_soon(self._bus_ready)
+        self._arm_timer()
 
     def _carry_out_one(self, effect: fx.PublisherEffect) -> None:
         assert self.board is not None, "acted before opened"

@@ -228,6 +228,18 @@ def test_connections_that_say_nothing(learner: Actor, well: Actor) -> None:
         well.call("keep")
 
 
+def test_the_last_words_of_one_that_left_its_mail_unread(learner: Actor, well: Actor) -> None:
+    """Its connection is reset, of which libuv tells once: whatever it said before, and its end, count."""
+    with RawSubscriber("p") as raw:
+        raw.join()
+        raw.want()
+        assert isinstance(raw.hear_bus(), ManifestPart)  # and a segment lies at the door
+        for _ in range(150):
+            raw.say(Withdraw(number=raw.number))
+        raw.end_door()
+        wait_until(lambda: bool(learner.call("subscribers") == ["well"]), what="the end of the session")
+
+
 def test_half_open(learner: Actor, well: Actor) -> None:
     with RawSubscriber("p") as raw:
         raw.join()
