@@ -12,6 +12,8 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 from busync import forks
 from busync.attachment import Attachment
@@ -23,8 +25,10 @@ from busync.options import check_seconds
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
 from busync.session import Session
-from busync.snapshot import Snapshot
+from busync.snapshot import SnapshotBase
 from busync.transport.endpoint import Endpoint
+
+S = TypeVar("S", bound=SnapshotBase)  #: what callers get
 
 #: Waits until something has arrived, for so many seconds at most (None: for ever).
 Pause = Callable[[float | None], None]
@@ -59,17 +63,19 @@ def letting_go() -> bool:
     return unmapping() or gpus.releasing()
 
 
-class _Waiter:
+class _Waiter(Generic[S]):
     """A call that waits for a version newer than ``have``: a coroutine, or plain code that gives turns itself."""
 
-    def __init__(self, evaluate: Callable[[], Version], future: asyncio.Future[Snapshot] | None = None) -> None:
-        self.evaluate = evaluate  #: depends on the session
-        self.have = evaluate()
+    __slots__ = ("error", "future", "have", "request", "snapshot")
+
+    def __init__(self, request: Request | None, have: Version, future: asyncio.Future[S] | None = None) -> None:
+        self.request = request  #: what ``have`` follows from, which depends on the session; None: it stays
+        self.have = have
         self.future = future
-        self.snapshot: Snapshot | None = None
+        self.snapshot: S | None = None
         self.error: BusyncError | None = None
 
-    def give(self, snapshot: Snapshot) -> None:
+    def give(self, snapshot: S) -> None:
         self.snapshot = snapshot
         if self.future is not None and not self.future.done():
             self.future.set_result(snapshot)
@@ -80,7 +86,10 @@ class _Waiter:
             self.future.set_exception(error)
 
 
-class Asking(forks.ForkAware):
+_have_of: Callable[[_Waiter[Any]], Version] = attrgetter("have")
+
+
+class Asking(forks.ForkAware, Generic[S]):
     """The part of a subscriber that its calls wait in."""
 
     def __init__(self, endpoint: Endpoint, topic: str, core: SubscriberProtocol, *, prefetch: bool) -> None:
@@ -92,17 +101,17 @@ class Asking(forks.ForkAware):
         self._attachment: Attachment  #: once opened
         self._opened = self._closed = False
         self._final: BusyncError | None = None  #: why there will never be a session again
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[_Waiter[S]] = []
         self._unsaid = False  #: what the waiters want must be said when the door has room
         self._held_timer: asyncio.TimerHandle | None = None
-        self._prefetched: Snapshot | None = None
+        self._prefetched: S | None = None
         self._handed: tuple[Session, Version] | None = None  #: acknowledged when the next one is asked for
         #: The newest that a caller got. A grant is not enough: whoever waited for it may have been cancelled.
         self._given: tuple[Incarnation | None, Version] = (None, Version(0))
         self._last: fx.Granted | None = None  #: of this session
         self._last_hold: Callable[[], Hold | None] = lambda: None
 
-    def _snapshot(self, granted: fx.Granted, hold: Hold, incarnation: Incarnation) -> Snapshot:
+    def _snapshot(self, granted: fx.Granted, hold: Hold, incarnation: Incarnation) -> S:
         """What callers get."""
         raise NotImplementedError
 
@@ -140,27 +149,32 @@ class Asking(forks.ForkAware):
         except AttributeError:  # its loop's thread closes this subscriber at this very moment
             return None
 
-    def _begin(self, *, look: bool = True) -> None:
+    def _ensure_caller(self) -> None:
+        """Check the process and the loop of a call. Plain code has a check of its own."""
         forks.ensure_same_process(self._pid, "subscriber")
+        self.ensure_here()
+
+    def _begin(self, *, look: bool = True) -> None:
         if self._closed:
             raise ClosedError("subscriber")
         if not self._opened:
             raise UsageError("this subscriber is not open", "use it inside `async with`")
-        self.ensure_here()
         if look:
             self._attachment.look()
-        if self._session is not None:
-            self._session.keep_words()
+        session = self._attachment.session
+        if session is not None:
+            session.keep_words()
         if self._final is not None:
             raise self._final
 
-    async def _ask(self, request: Request, timeout: float | None, spent: float = 0.0) -> Snapshot:
+    async def _ask(self, request: Request, timeout: float | None, spent: float = 0.0) -> S:
         """Wait for a request's version; ``spent`` seconds of ``timeout`` have passed already."""
+        self._ensure_caller()
         ready = self._look(request, timeout)
         if ready is not None:
             return self._hand_over(ready)
-        future: asyncio.Future[Snapshot] = self._attachment.loop.create_future()
-        waiter = self._waiter_for(request, future)
+        future: asyncio.Future[S] = self._attachment.loop.create_future()
+        waiter = _Waiter(request, self._have(request), future)
         self._waiters.append(waiter)
         self._update_demand()
         try:
@@ -176,7 +190,7 @@ class Asking(forks.ForkAware):
             del future
         return self._hand_over(snapshot)
 
-    def _ask_here(self, request: Request, timeout: float | None, pause: Pause) -> Snapshot | None:
+    def _ask_here(self, request: Request, timeout: float | None, pause: Pause) -> S | None:
         """As a coroutine that asks, without the loop; None if there is no session (any more), which only a loop mends.
 
         Raises: as ``next``.
@@ -184,18 +198,18 @@ class Asking(forks.ForkAware):
         ready = self._look(request, timeout)
         if ready is not None:
             return self._hand_over(ready)
-        session = self._session
+        session = self._attachment.session
         if session is None or not self._core.attached:
             return None
-        waiter = self._waiter_for(request)
+        waiter: _Waiter[S] = _Waiter(request, self._have(request))
         self._wait_here(session, waiter, timeout if timeout is None else self._patience(timeout, waiter), pause)
         if waiter.snapshot is not None:
             return self._hand_over(waiter.snapshot)
-        if self._session is None or not self._core.attached:
+        if self._attachment.session is None or not self._core.attached:
             return None
         raise self._timed_out(request, timeout)
 
-    def _poll_here(self, timeout: float, pause: Pause) -> Snapshot | None:
+    def _poll_here(self, timeout: float, pause: Pause) -> S | None:
         """See ``poll``."""
         self._begin()
         self._ack_handed()
@@ -209,14 +223,14 @@ class Asking(forks.ForkAware):
         if ahead is not None and (ahead.version == session.newest or self._core.taken >= self._core.max_held):
             return self._hand_over(ahead)
         have = max(self.adopted, ahead.version if ahead is not None else Version(0))
-        waiter = _Waiter(lambda: have)
+        waiter: _Waiter[S] = _Waiter(None, have)
         self._wait_here(session, waiter, timeout, pause)
         if waiter.snapshot is None and self._session is not session:
             return None  # what was asked for ahead went with its session
         snapshot = waiter.snapshot or ahead
         return self._hand_over(snapshot) if snapshot is not None else None
 
-    def _wait_here(self, session: Session, waiter: _Waiter, patience: float | None, pause: Pause) -> None:
+    def _wait_here(self, session: Session, waiter: _Waiter[S], patience: float | None, pause: Pause) -> None:
         """Give turns until the waiter has its version, its time is over, or the session is."""
         attachment, core = self._attachment, self._core
         stop_at = None if patience is None else time.monotonic() + patience
@@ -234,21 +248,19 @@ class Asking(forks.ForkAware):
                     self._check_held()
                     self._update_demand()
         finally:
-            self._remove(waiter)
+            if waiter.snapshot is None:
+                self._remove(waiter)
         if waiter.error is not None:
             raise waiter.error
 
     def _pause(self, seconds: float | None) -> None:
         self._attachment.pause(seconds)
 
-    def _waiter_for(self, request: Request, future: asyncio.Future[Snapshot] | None = None) -> _Waiter:
-        """What waits for a request."""
-        enough = request.enough
-        if enough is None:
-            return _Waiter(lambda: self.adopted, future)
-        return _Waiter(lambda: max(Version(enough - 1), self._newest_held()), future)
+    def _have(self, request: Request) -> Version:
+        """What a newer version answers a request."""
+        return self.adopted if request.enough is None else max(Version(request.enough - 1), self._newest_held())
 
-    def _look(self, request: Request, timeout: float | None) -> Snapshot | None:
+    def _look(self, request: Request, timeout: float | None) -> S | None:
         """What is at hand for a request, after what has arrived was taken in."""
         if timeout is not None:
             check_seconds("timeout", timeout)
@@ -268,10 +280,10 @@ class Asking(forks.ForkAware):
         """Acknowledge what was handed out before. It is said together with what is wanted next."""
         if self._handed is not None:
             (session, version), self._handed = self._handed, None
-            if session is self._session:
+            if session is self._attachment.session:
                 self._core.ack(version)
 
-    def _patience(self, timeout: float, waiter: _Waiter) -> float:
+    def _patience(self, timeout: float, waiter: _Waiter[S]) -> float:
         """Seconds to wait: a version that is there gets some, or a caller with little time would never get it."""
         return max(timeout, POLL_WINDOW) if self.version > waiter.have else timeout
 
@@ -282,9 +294,10 @@ class Asking(forks.ForkAware):
             what = "a version"
         return WaitTimeout(f"{what} of topic {self.topic!r} from {self.endpoint.directory}", timeout or 0.0, missing)
 
-    def _hand_over(self, snapshot: Snapshot) -> Snapshot:
-        if self._session is not None and snapshot.incarnation == self._session.incarnation:
-            self._handed = (self._session, snapshot.version)
+    def _hand_over(self, snapshot: S) -> S:
+        session = self._session  # or none, if this was closed while the caller's coroutine did not run
+        if session is not None and snapshot.incarnation == session.incarnation:
+            self._handed = (session, snapshot.version)
         if snapshot.incarnation == self._core.incarnation:
             self._given = snapshot.incarnation, max(self.adopted, snapshot.version)
         if self._prefetch:
@@ -296,15 +309,15 @@ class Asking(forks.ForkAware):
         session = self._session
         if session is None:
             return Version(0)
-        held = [hold.version for hold in session.living() if hold.version < session.newest]
+        held = [hold.version for hold in session.leases.living() if hold.version < session.newest]
         return max(held, default=Version(0))
 
-    def _at_hand(self, enough: Version | None) -> Snapshot | None:
+    def _at_hand(self, enough: Version | None) -> S | None:
         """What is here already: newer than all that was handed out, or at least ``enough``."""
         least = Version(self.adopted + 1) if enough is None else enough
         return self._take_prefetched(least) or (self._share(enough) if enough is not None else None)
 
-    def _share(self, enough: Version) -> Snapshot | None:
+    def _share(self, enough: Version) -> S | None:
         """A snapshot under a lease that this process has already, if that is the newest version."""
         session = self._session
         last = self._last
@@ -313,12 +326,12 @@ class Asking(forks.ForkAware):
         hold = self._last_hold()
         return self._snapshot(last, hold, session.incarnation) if hold is not None else None
 
-    def _take_ahead(self) -> Snapshot | None:
+    def _take_ahead(self) -> S | None:
         """What was asked for ahead, unless it is not newer than what was handed out."""
         snapshot, self._prefetched = self._prefetched, None
         return snapshot if snapshot is not None and snapshot.version > self.adopted else None
 
-    def _take_prefetched(self, least: Version) -> Snapshot | None:
+    def _take_prefetched(self, least: Version) -> S | None:
         snapshot, self._prefetched = self._prefetched, None
         if snapshot is None or self._session is None or snapshot.version < max(least, self._session.newest):
             return None  # overtaken, or not what is asked for: its release goes out as it is dropped here
@@ -329,7 +342,7 @@ class Asking(forks.ForkAware):
 
         Says whether it took in what has arrived.
         """
-        session = self._session
+        session = self._attachment.session
         core = self._core
         if session is None or not core.attached or core.taken < core.max_held or core.held < core.max_held:
             return False
@@ -344,7 +357,7 @@ class Asking(forks.ForkAware):
                 return True
             if letting_go():
                 return True  # one of them may be gone in a moment; whoever waits for it is told if it was not
-        raise PinnedError(core.max_held, [str(hold) for hold in session.living()])
+        raise PinnedError(core.max_held, [str(hold) for hold in session.leases.living()])
 
     def _watch_held(self) -> None:
         """See to it that no call waits without a word because others took the last lease while it waited."""
@@ -363,22 +376,22 @@ class Asking(forks.ForkAware):
                 waiter.fail(error)
         self._update_demand()  # which also says what leases are not needed any more
 
-    def _remove(self, waiter: _Waiter) -> None:
+    def _remove(self, waiter: _Waiter[S]) -> None:
         if waiter in self._waiters:
             self._waiters.remove(waiter)
             self._update_demand()
 
     def _update_demand(self) -> None:
         """Have the one Want open that serves every waiter, or the prefetch, or nobody."""
-        session, core = self._session, self._core
+        session, core = self._attachment.session, self._core
         if session is None or not core.attached:
             return
-        have: Version | None = min([waiter.have for waiter in self._waiters], default=None)
+        have: Version | None = min(map(_have_of, self._waiters), default=None)
         if have is None and self._prefetch and self._prefetched is None and core.taken < core.max_held:
             have = max(self.adopted, core.adopted)  # what a caller is about to get is not asked for again
         self._unsaid = bool(session.door.outbox)  # the publisher does not read: Wants and Withdraws would pile up
         if self._unsaid:
-            self._attachment.flush_later(session)
+            self._attachment.flush_later()
         else:
             core.demand(have)
             self._attachment.say()
@@ -386,15 +399,17 @@ class Asking(forks.ForkAware):
             self._watch_held()
 
     def _granted(self, granted: fx.Granted) -> None:
-        session = self._session
+        session = self._attachment.session
         assert session is not None, "granted without a session"
         hold = session.hold(granted)
         self._last, self._last_hold = granted, weakref.ref(hold)
-        takers = [waiter for waiter in self._waiters if waiter.have < granted.version]
-        for waiter in takers:
-            self._waiters.remove(waiter)
-            waiter.give(self._snapshot(granted, hold, session.incarnation))
-        if not takers and self._prefetch:
+        taken = False
+        for waiter in self._waiters[:]:
+            if waiter.have < granted.version:
+                self._waiters.remove(waiter)
+                waiter.give(self._snapshot(granted, hold, session.incarnation))
+                taken = True
+        if not taken and self._prefetch:
             self._prefetched = self._snapshot(granted, hold, session.incarnation)
         if self._waiters or self._prefetch:
             self._update_demand()

@@ -101,7 +101,8 @@ class Attachment:
             if not self._scheduled:
                 self._scheduled = True
                 self.loop.call_soon(self._next_turn)
-        self.flush_later(session)
+        if session.door.outbox:
+            self.flush_later()
 
     def look(self) -> None:
         """As ``turn``, and much less work when nothing has arrived."""
@@ -125,7 +126,8 @@ class Attachment:
             session.say(events)
             if events:
                 self._owner.handle(events)
-            self.flush_later(session)
+            if session.door.outbox:
+                self.flush_later()
             self._torn = torn
 
     def pause(self, seconds: float | None) -> None:
@@ -141,9 +143,9 @@ class Attachment:
         self._scheduled = False
         self.turn()
 
-    def flush_later(self, session: Session) -> None:
-        """Give a turn soon if something waits for room at the door."""
-        if session.door.outbox and not self._retrying:
+    def flush_later(self) -> None:
+        """Give a turn soon: something waits for room at the door."""
+        if not self._retrying:
             self._retrying = True
             self.loop.call_later(RETRY, self._flush)
 

@@ -26,14 +26,17 @@ from busync import subscriber as aio
 from busync.asking import LATEST, NEXT, POLL_WINDOW, Request, request_version
 from busync.calls import settle
 from busync.errors import ClosedError, UsageError
-from busync.handles import NameMap, Source, Tensors
-from busync.ids import DEFAULT_TOPIC, check_label
+from busync.handles import NameMap, Source
+from busync.holds import Hold
+from busync.ids import DEFAULT_TOPIC, Incarnation, check_label
 from busync.interrupts import CtrlC
 from busync.options import check_seconds
+from busync.protocol.effects import Granted
 from busync.protocol.waits import WaitFor
 from busync.publisher import WAIT_TIMEOUT, LoanBase, PublisherBase
 from busync.publishing import PublishReport, Wait, drain
 from busync.snapshot import Snapshot as AsyncSnapshot
+from busync.snapshot import SnapshotBase
 from busync.wire import Value
 
 if TYPE_CHECKING:
@@ -128,48 +131,38 @@ class Loan(LoanBase):
         return self._publish(label, values, wait, timeout).block()
 
 
-class Snapshot:
+class Snapshot(SnapshotBase):
     """As ``busync.Snapshot``, for plain code."""
 
-    def __init__(self, subscriber: Subscriber, inner: AsyncSnapshot) -> None:
-        self._subscriber = subscriber
-        self._inner = inner
-        self.version, self.label, self.topic = inner.version, inner.label, inner.topic
-        self.incarnation, self.nbytes = inner.incarnation, inner.nbytes
-        self.values, self.manifest, self.published_at = inner.values, inner.manifest, inner.published_at
-
-    @property
-    def tensors(self) -> Tensors:
-        """As ``busync.Snapshot.tensors``."""
-        return self._inner.tensors
+    _subscriber: Subscriber  #: of whoever was handed it
 
     def load_into(self, *modules: nn.Module, strict: bool = True, map: NameMap | None = None) -> None:
         """As ``busync.Snapshot.load_into``."""
-        self._subscriber._here(self._inner._load, modules, strict, map)
+        self._subscriber._here(self._load, modules, strict, map)
 
     def ack(self) -> None:
         """As ``busync.Snapshot.ack``."""
-        self._subscriber._here(self._inner._ack)
-
-    def release(self) -> None:
-        """As ``busync.Snapshot.release``."""
-        self._inner.release()
+        self._subscriber._here(self._ack)
 
     def digest(self, timeout: float = 30.0) -> bytes:
         """As ``busync.Snapshot.digest``."""
-        return self._subscriber._run(self._inner.digest(timeout))
+        return self._subscriber._run(self._digest(timeout))
 
     def __enter__(self) -> Self:
-        self._subscriber._here(self._inner._enter)
+        self._subscriber._here(self._enter)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._subscriber._here(self._inner._leave, error)
+        self._subscriber._here(self._leave, error)
 
-    def __repr__(self) -> str:
-        return repr(self._inner)
+
+class _Inner(aio.Subscriber):
+    """What the plain subscriber is made of: its snapshots are for plain code as well."""
+
+    def _snapshot(self, granted: Granted, hold: Hold, incarnation: Incarnation) -> Snapshot:  # type: ignore[override]
+        return Snapshot(self, granted, hold, incarnation)
 
 
 class _Call:
@@ -184,7 +177,7 @@ class Subscriber(forks.ForkAware):
         connect_timeout: float = 10.0, prefetch: bool = False, digests: bool = False,
         device: torch.device | str | int | None = None,
     ) -> None:  # fmt: skip
-        self._inner = aio.Subscriber(
+        self._inner = _Inner(
             endpoint,
             topic=topic,
             name=name,
@@ -324,7 +317,12 @@ class Subscriber(forks.ForkAware):
         snapshot = self._alone(self._ask_here, request, timeout)
         if snapshot is None:
             snapshot = self._run(self._inner._ask(request, timeout, time.monotonic() - begun))
-        return Snapshot(self, snapshot)
+        return self._hand_over(snapshot)
+
+    def _hand_over(self, snapshot: Any) -> Snapshot:
+        found: Snapshot = snapshot
+        found._subscriber = self
+        return found
 
     def _ask_here(self, request: Request, timeout: float | None) -> AsyncSnapshot | None:
         with self._ctrl_c:
@@ -340,7 +338,7 @@ class Subscriber(forks.ForkAware):
         if not self._inner._core.attached:
             self._run(asyncio.sleep(0))  # in which it may reconnect
         snapshot = self._alone(self._poll_here, timeout)
-        return Snapshot(self, snapshot) if snapshot is not None else None
+        return self._hand_over(snapshot) if snapshot is not None else None
 
     @property
     def version(self) -> int:

@@ -62,10 +62,11 @@ class AttachedSegment:
             AllocationError: it cannot be mapped.
         """
         assert self.fd is not None, "mapped without a descriptor"
-        with forks.fork_lock:
-            if self._readonly is None:
-                self._readonly = map_readonly(self.fd, self.nbytes)
-            return self._readonly
+        mapping = self._readonly
+        if mapping is None:
+            with forks.fork_lock:
+                mapping = self._readonly = self._readonly or map_readonly(self.fd, self.nbytes)
+        return mapping
 
     def close(self) -> None:
         """The session needs it no more; what is in use stays open. Mappings and descriptors go with the last user."""
@@ -85,6 +86,42 @@ class AttachedSegment:
             self._readonly = None
 
 
+class Leases:
+    """The leases of one session that have not ended, and what their holders share."""
+
+    __slots__ = ("copying", "door", "ended", "holds", "mapped", "pid", "spare", "words")
+
+    def __init__(self, door: DoorConnection) -> None:
+        self.door = door
+        self.pid = os.getpid()
+        self.copying = threading.RLock()  #: nobody may find a lease gone half way
+        #: leases whose Release was sent, for the core to strike out
+        self.ended: deque[LeaseId] = deque()
+        self.spare: deque[LeaseId] = deque()  #: leases of versions that were copied, for the core to know
+        #: Some may be gone. Not WeakValueDictionaries, which run a dozen functions for each version. The collector
+        #: clears references to a hold before it runs finalizers, which may save it, and never those to the life of its
+        #: word.
+        self.holds: dict[LeaseId, weakref.ref[Hold]] = {}
+        self.words: dict[LeaseId, weakref.ref[object]] = {}
+        #: leases on segments that tensors of the user may point into. A fork, perhaps on another thread, reads them
+        #: here and not from the holds: one that it referred to would outlive its last use.
+        self.mapped: set[LeaseId] = set()
+
+    def living(self) -> list[Hold]:
+        """The holders."""
+        return [hold for known in list(self.holds.values()) if (hold := known()) is not None]
+
+    def add(self, hold: Hold) -> None:
+        """Know the holder of a fresh grant."""
+        self.holds[hold.lease] = weakref.ref(hold)
+        self.words[hold.lease] = weakref.ref(hold.word.life)
+
+    def forget(self, lease: LeaseId) -> None:
+        """Its Release was said."""
+        self.holds.pop(lease, None)
+        self.words.pop(lease, None)
+
+
 class _Life:
     """Something to refer to weakly, as a word cannot be: it lives as long."""
 
@@ -98,17 +135,16 @@ class _Word(Struct, eq=False, gc=False):
     finalizers, and not before them as a weak reference would have it. Takes no lock: one send, one append.
     """
 
-    door: DoorConnection
-    pid: int
-    ended: deque[LeaseId]
+    leases: Leases
     lease: LeaseId
     life: _Life
     said: bool = False  #: by a Want
 
     def __del__(self) -> None:
-        if not self.said and not sys.is_finalizing() and os.getpid() == self.pid:
-            self.door.send(encode(Release(lease=self.lease)))
-            self.ended.append(self.lease)
+        leases = self.leases
+        if not self.said and not sys.is_finalizing() and os.getpid() == leases.pid:
+            leases.door.send(encode(Release(lease=self.lease)))
+            leases.ended.append(self.lease)
 
 
 class Hold:
@@ -119,6 +155,10 @@ class Hold:
     the hold lives as long.
     """
 
+    __slots__ = (
+        "__weakref__", "_bytes", "_leases", "_memories", "lease", "manifest", "segment", "session", "version", "word",
+    )  # fmt: skip
+
     def __init__(
         self, session: Session, lease: LeaseId, version: Version, manifest: Manifest, segment: AttachedSegment | None
     ) -> None:
@@ -127,19 +167,12 @@ class Hold:
         self.version = version
         self.manifest = manifest
         self.segment = segment
-        self._mapped = session.mapped
-        self._holds = session.holds
-        self._spare = session.spare
+        self._leases = session.leases
         self._bytes: bytearray | None = None  #: of a small version, as they were published; nobody writes to them
-        self._copying = threading.RLock()  #: nobody may find the lease gone half way
         #: of each mapping. Not its builder: that refers to the mapping, and the mapping to this hold
         self._memories: list[Memory] = []
-        life = _Life()
-        self._word = _Word(session.door, os.getpid(), session.ended, lease, life)
-
-    def life(self) -> weakref.ref[object]:
-        """A reference that is good until Release was said, or should have been; not cleared when the hold is saved."""
-        return weakref.ref(self._word.life)
+        #: Its life lasts until Release was said, or should have been, also where the hold is saved.
+        self.word = _Word(session.leases, lease, _Life())
 
     def own_memory(self) -> TensorBuilder:
         """A builder of tensors over memory of this process, which keeps this hold alive.
@@ -168,13 +201,13 @@ class Hold:
         private.prepare()
         with forks.fork_lock:
             mapping = private.map(keep=self)
-            self._mapped.add(self.lease)
+            self._leases.mapped.add(self.lease)
             self._stay_known()
         return TensorBuilder(mapping, self.manifest)
 
     def _copied(self) -> bytearray:
         """The bytes of a small version, under its lease the first time."""
-        with self._copying:
+        with self._leases.copying:
             if self._bytes is None:
                 segment = self.segment
                 assert segment is not None, "bytes without a segment"
@@ -182,12 +215,12 @@ class Hold:
                 if self._bytes is None:  # or a signal's handler was here meanwhile, and the lease may be over
                     self._bytes = copied
                     if not self.manifest.devices:
-                        self._spare.append(self.lease)
+                        self._leases.spare.append(self.lease)
             return self._bytes
 
     def said(self) -> None:
         """A Want has said that the lease has ended, after the bytes were copied."""
-        self._word.said = True
+        self.word.said = True
         self.segment = None  # or whoever keeps small snapshots keeps a descriptor for each
 
     def _device_memory(self, spec: DeviceSpec) -> TensorBuilder:
@@ -199,9 +232,9 @@ class Hold:
         return memory.map(self.manifest, partial(_let_go, self))
 
     def _stay_known(self) -> None:
-        known = self._holds.get(self.lease)
+        known = self._leases.holds.get(self.lease)
         if known is None or known() is None:  # the finalizer of a cycle has saved it
-            self._holds[self.lease] = weakref.ref(self)
+            self._leases.holds[self.lease] = weakref.ref(self)
 
     def load(self, plan: LoadPlan, queued: Mapping[int, CudaEvent]) -> None:
         """Copy the version as planned, to the end, also on GPUs; after what the caller had ``queued`` there. Blocks.

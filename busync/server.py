@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 import weakref
@@ -56,7 +57,7 @@ STOP_TIMEOUT = 10.0  #: seconds that the end of the program waits for a publishe
 SPARE_DESCRIPTORS = 32  #: below this many the door admits nobody: libzmq aborts the process when it runs out
 RETRY = 0.005  #: seconds until packets that found no room are tried again
 ACCEPTS_PER_TURN = 64
-PACKETS_PER_TURN = 64
+DOORS_PER_TURN = 64
 MESSAGES_PER_TURN = 64
 MAX_WAITING = 64  #: packets, each with a descriptor perhaps, for a subscriber that does not read its door
 
@@ -103,6 +104,8 @@ class Server(forks.ForkAware):
         self.board: Board | None = None
         self._peers: dict[SessionId, Peer] = {}
         self._by_token: dict[bytes, Peer] = {}
+        self._by_fd: dict[int, Peer] = {}
+        self._doors: select.epoll | None = None  #: all of them: the loop is told once for as many as are ready
         self._locks: dict[str, asyncio.Lock] = {}
         self._planners: dict[str, Planner] = {}
         self.quiet_until = 0.0  #: no complaint about waiting before then
@@ -189,6 +192,8 @@ class Server(forks.ForkAware):
         self.bus = RouterBus(self.endpoint.bus_path)
         self.listener = DoorListener(self.endpoint.door_path)
         self.claim.open_sockets()
+        self._doors = select.epoll()
+        self.loop.add_reader(self._doors.fileno(), self._doors_ready)
         self.loop.add_reader(self.bus.fileno(), self._bus_ready)
         self.loop.add_reader(self.listener.fileno(), self._accept)
 
@@ -202,6 +207,9 @@ class Server(forks.ForkAware):
         if self.bus is not None:
             self.loop.remove_reader(self.bus.fileno())
             self.bus.close()
+        if self._doors is not None:
+            self.loop.remove_reader(self._doors.fileno())
+            self._doors.close()
         if self.board is not None:
             self.board.close()
         self.workers.shutdown(wait=True)
@@ -217,6 +225,7 @@ class Server(forks.ForkAware):
 
     def _accept(self) -> None:
         assert self.listener is not None, "accepted before opened"
+        assert self._doors is not None, "accepted before opened"
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 door = self.listener.accept()
@@ -235,32 +244,30 @@ class Server(forks.ForkAware):
                 self.core.refuse(session, "descriptors", text)
             else:
                 self._by_token[token] = peer
-                self.loop.add_reader(door.fileno(), self._door_ready, peer)
+                self._by_fd[door.fileno()] = peer
+                self._doors.register(door.fileno(), select.EPOLLIN)
         self.carry_out()
 
-    def _door_ready(self, peer: Peer) -> None:
-        # To the end: libuv tells of a connection that was reset once, and never again.
+    def _doors_ready(self) -> None:
+        """Take one packet from each door that has one. Whoever has sent more, or has gone, is ready again."""
+        assert self._doors is not None, "received before opened"
+        for fd, _ in self._doors.poll(0, DOORS_PER_TURN):
+            self._receive(self._by_fd[fd])
+        self.carry_out()
+
+    def _receive(self, peer: Peer) -> None:
         try:
-            for _ in range(PACKETS_PER_TURN):
-                packet = peer.door.receive()
-                if packet is None:
-                    break
+            packet = peer.door.receive()
+            if packet is not None:
                 for fd in packet.fds:
                     fd.close()
                 self.core.receive(peer.session, decode_door_up(packet.data), time.monotonic())
-            else:
-                self.loop.call_soon(self._door_again, peer)
         except EOFError:
             self._lose(peer)
         except FdError as error:  # a peer sent descriptors, which are never wanted
             self._break(peer, str(error))
         except ProtocolError as error:
             self._break(peer, str(error))
-        self.carry_out()
-
-    def _door_again(self, peer: Peer) -> None:
-        if self._peers.get(peer.session) is peer:
-            self._door_ready(peer)
 
     def _bus_ready(self) -> None:
         assert self.bus is not None, "received before opened"
@@ -300,7 +307,9 @@ class Server(forks.ForkAware):
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.session]
         self._by_token.pop(peer.token, None)
-        self.loop.remove_reader(peer.door.fileno())
+        assert self._doors is not None, "forgotten before opened"
+        if self._by_fd.pop(peer.door.fileno(), None) is not None:
+            self._doors.unregister(peer.door.fileno())
         peer.door.shutdown()
         if peer.exports:
             self._exports.take_back(peer.door.undelivered())
@@ -490,6 +499,8 @@ class Server(forks.ForkAware):
     def after_fork_in_child(self) -> None:
         """The thread is not here. Its loop must never be collected: that would touch the parent's epoll."""
         forks.immortal(self.loop)
+        if self._doors is not None:
+            self._doors.close()  # a copy, of which nothing is taken out: what is in it is the parent's
 
 
 def _take(calls: deque[Call[Any]]) -> Iterator[Call[Any]]:

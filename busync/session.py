@@ -7,8 +7,6 @@ owns its sockets, its board and the segments that it was sent; see ``holds`` for
 from __future__ import annotations
 
 import time
-import weakref
-from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +19,7 @@ from busync.handles import (
     decode_handle,
     gpus,
 )
-from busync.holds import AttachedSegment, Hold
+from busync.holds import AttachedSegment, Hold, Leases
 from busync.ids import Incarnation, LeaseId, SegmentId, Version
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
@@ -66,17 +64,7 @@ class Session(forks.ForkAware):
         self.board: BoardView | None = None
         self.slot = 0
         self.incarnation = Incarnation(0)
-        #: leases whose Release was sent, for the core to strike out
-        self.ended: deque[LeaseId] = deque()
-        self.spare: deque[LeaseId] = deque()  #: leases of versions that were copied, for the core to know
-        #: Of leases that have not ended; some may be gone. Not WeakValueDictionaries, which run a dozen functions for
-        #: each version. The collector clears references to a hold before it runs finalizers, which may save it, and
-        #: never those to the life of its word.
-        self.holds: dict[LeaseId, weakref.ref[Hold]] = {}
-        self.words: dict[LeaseId, weakref.ref[object]] = {}
-        #: leases on segments that tensors of the user may point into. A fork, perhaps on another thread, reads them
-        #: here and not from the holds: one that it referred to would outlive its last use.
-        self.mapped: set[LeaseId] = set()
+        self.leases = Leases(self.door)
         self.segments: dict[SegmentId, AttachedSegment] = {}
         self._fd: OwnedFd | None = None  #: came with the packet that is being handled
         self.more = False  #: the last turn ended early, and another one is due
@@ -89,17 +77,12 @@ class Session(forks.ForkAware):
         """The newest version on the board, 0 if none."""
         return Version(self.board.read(self.slot)) if self.board is not None else Version(0)
 
-    def living(self) -> list[Hold]:
-        """The holders of leases that have not ended."""
-        return [hold for known in list(self.holds.values()) if (hold := known()) is not None]
-
     def hold(self, granted: fx.Granted) -> Hold:
         """The holder of a fresh grant."""
         stored = granted.segment_nbytes or granted.manifest.devices
         segment = self.segments[granted.segment] if stored else None
         hold = Hold(self, granted.lease, granted.version, granted.manifest, segment)
-        self.holds[granted.lease] = weakref.ref(hold)
-        self.words[granted.lease] = hold.life()
+        self.leases.add(hold)
         return hold
 
     def turn(self, events: list[fx.SubscriberEffect], *, one_packet: bool = False) -> None:
@@ -114,7 +97,7 @@ class Session(forks.ForkAware):
             SessionEnded: the publisher has gone, or broke the protocol, or a descriptor could not be taken.
         """
         try:
-            if self.ended or self.spare:
+            if self.leases.ended or self.leases.spare:
                 self.strike_ended()
             if self.door.outbox:
                 self.door.flush()
@@ -132,27 +115,24 @@ class Session(forks.ForkAware):
 
     def strike_ended(self) -> None:
         """Strike out the leases whose Release was sent."""
-        while self.ended:
-            self._struck(self.ended.popleft())
-        while self.spare:
-            self.core.spared(self.spare.popleft())
+        ended, spare = self.leases.ended, self.leases.spare
+        while ended:
+            self._struck(ended.popleft())
+        while spare:
+            self.core.spared(spare.popleft())
 
     def _struck(self, lease: LeaseId) -> None:
-        self._forget(lease)
-        self.mapped.discard(lease)
+        self.leases.forget(lease)
+        self.leases.mapped.discard(lease)
         self.core.ended(lease)
-
-    def _forget(self, lease: LeaseId) -> None:
-        self.holds.pop(lease, None)
-        self.words.pop(lease, None)
 
     def keep_words(self) -> None:
         """Say Release for leases whose last user is gone without a word: Ctrl-C may strike inside a finalizer."""
-        if self.ended or self.spare:
+        if self.leases.ended or self.leases.spare:
             self.strike_ended()
         if not self.core.taken:
             return
-        kept = {lease for lease, word in list(self.words.items()) if word() is not None}
+        kept = {lease for lease, word in list(self.leases.words.items()) if word() is not None}
         for lease in self.core.without_hold(kept):
             self.door.send(encode(Release(lease=lease)))
             self._struck(lease)
@@ -214,10 +194,10 @@ class Session(forks.ForkAware):
 
     def _said(self, released: tuple[int, ...]) -> None:
         for lease in map(LeaseId, released):
-            known = self.holds.get(lease)
+            known = self.leases.holds.get(lease)
             if known is not None and (hold := known()) is not None:
                 hold.said()
-            self._forget(lease)
+            self.leases.forget(lease)
 
     def _take_fd(self, what: str) -> OwnedFd:
         fd, self._fd = self._fd, None
@@ -265,12 +245,12 @@ class Session(forks.ForkAware):
 
     def before_fork(self) -> None:
         """Take back the word on leases that a child will map as well."""
-        mapped = tuple(self.mapped)
+        mapped = tuple(self.leases.mapped)
         if mapped:  # straight to the door: the core belongs to the loop's thread, and this may be another
             self.door.send(encode(Abandon(leases=mapped)))
 
     def after_fork_in_child(self) -> None:
         """Close what would keep the parent's memory alive; the sockets look after themselves."""
-        kept = {hold.segment for hold in self.living() if hold.segment is not None}
+        kept = {hold.segment for hold in self.leases.living() if hold.segment is not None}
         for segment in kept | set(self.segments.values()):
             segment.after_fork_in_child()

@@ -1,4 +1,4 @@
-"""Snapshot: one version in a subscriber's hands."""
+"""Snapshot: one version in a subscriber's hands. ``blocking`` has the one of plain code."""
 
 from __future__ import annotations
 
@@ -48,18 +48,8 @@ class SnapshotOwner(Protocol):
         """The publisher's digest of a version."""
 
 
-class Snapshot:
-    """One version, complete and immutable, in this process's hands until it is let go.
-
-    Use it in place through ``tensors``, or copy it into modules with ``load_into``. It holds a lease, of which a
-    subscriber has only a few (the publisher's ``max_held``): let go of old versions when you adopt a new one. As a
-    context manager (``async with``) it ends with the block; an exception that leaves the block is reported to the
-    publisher as a failed adoption.
-
-    Attributes: ``version``, ``label``, ``topic``, ``incarnation``, ``nbytes`` (of its tensors in shared memory),
-    ``values`` (plain values by name), ``published_at`` (CLOCK_MONOTONIC seconds of the commit) and ``manifest`` (names,
-    dtypes, shapes, and which tensors were parameters or required a gradient).
-    """
+class SnapshotBase:
+    """What the snapshots of asyncio and of plain code have in common; see ``Snapshot``."""
 
     def __init__(self, owner: SnapshotOwner, granted: Granted, hold: Hold, incarnation: Incarnation) -> None:
         self.version: Version = granted.version
@@ -103,6 +93,89 @@ class Snapshot:
                 raise
         return self._tensors
 
+    def _load(self, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None) -> None:
+        """As ``load_into``, on the caller's own thread, to the end."""
+        hold = self._held()
+        self._owner.ensure_here()
+        try:
+            self._copy(hold, modules, strict, map, gpus.marks())
+        except _CANNOT as error:
+            self._failed(hold, error)
+            raise
+        self._loaded(hold)
+
+    def _failed(self, hold: Hold, error: BusyncError) -> None:
+        self._owner.fail(hold, "apply" if isinstance(error, MismatchError) else "attach", str(error))
+
+    def _loaded(self, hold: Hold) -> None:
+        self._owner.acknowledge(hold)
+        if self._tensors is None and not self._blocks:
+            self.release()
+
+    def _copy(
+        self, hold: Hold, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None,
+        queued: Mapping[int, CudaEvent],
+    ) -> None:  # fmt: skip
+        hold.load(plan_load(self.version, self.manifest, modules, strict=strict, map=map), queued)
+
+    def _ack(self) -> None:
+        """See ``ack``; it does not wait."""
+        hold = self._held()
+        self._owner.ensure_here()
+        self._owner.acknowledge(hold)
+
+    def release(self) -> None:
+        """Drop the snapshot's own references. The lease ends with the last tensor that the caller has, copies apart."""
+        self._hold = self._tensors = None
+
+    async def _digest(self, timeout: float) -> bytes:
+        """See ``digest``."""
+        forks.ensure_same_process(self._pid, "snapshot")
+        return await self._owner.wait_digest(self.version, timeout)
+
+    def _held(self) -> Hold:
+        forks.ensure_same_process(self._pid, "snapshot")
+        if self._hold is None:
+            raise UsageError(
+                f"the snapshot of version {self.version} was released", "ask the subscriber for the version again"
+            )
+        return self._hold
+
+    def _enter(self) -> None:
+        """Begin a block; see ``_leave``."""
+        self._held()
+        self._blocks += 1
+
+    def _leave(self, error: BaseException | None) -> None:
+        """End a block, with what the caller's code raised in it."""
+        self._blocks -= 1
+        try:
+            if isinstance(error, Exception) and not isinstance(error, BusyncError) and self._hold is not None:
+                self._owner.fail(self._hold, "apply", f"{type(error).__name__}: {error}")
+        finally:  # an error of the caller's may fail to say what it is
+            self.release()
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a snapshot cannot be pickled or copied", "pass its tensors on, or open a subscriber there")
+
+    def __repr__(self) -> str:
+        held = "" if self._hold is not None else ", released"
+        return f"<Snapshot of {self.topic!r} version {self.version}, {self.nbytes} bytes{held}>"
+
+
+class Snapshot(SnapshotBase):
+    """One version, complete and immutable, in this process's hands until it is let go.
+
+    Use it in place through ``tensors``, or copy it into modules with ``load_into``. It holds a lease, of which a
+    subscriber has only a few (the publisher's ``max_held``): let go of old versions when you adopt a new one. As a
+    context manager (``async with``) it ends with the block; an exception that leaves the block is reported to the
+    publisher as a failed adoption.
+
+    Attributes: ``version``, ``label``, ``topic``, ``incarnation``, ``nbytes`` (of its tensors in shared memory),
+    ``values`` (plain values by name), ``published_at`` (CLOCK_MONOTONIC seconds of the commit) and ``manifest`` (names,
+    dtypes, shapes, and which tensors were parameters or required a gradient).
+    """
+
     async def load_into(self, *modules: nn.Module, strict: bool = True, map: NameMap | None = None) -> None:
         """Copy the whole version into each of ``modules``, off the loop, and acknowledge it.
 
@@ -140,31 +213,6 @@ class Snapshot:
         if cancelled:
             raise asyncio.CancelledError
 
-    def _load(self, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None) -> None:
-        """As ``load_into``, on the caller's own thread, to the end."""
-        hold = self._held()
-        self._owner.ensure_here()
-        try:
-            self._copy(hold, modules, strict, map, gpus.marks())
-        except _CANNOT as error:
-            self._failed(hold, error)
-            raise
-        self._loaded(hold)
-
-    def _failed(self, hold: Hold, error: BusyncError) -> None:
-        self._owner.fail(hold, "apply" if isinstance(error, MismatchError) else "attach", str(error))
-
-    def _loaded(self, hold: Hold) -> None:
-        self._owner.acknowledge(hold)
-        if self._tensors is None and not self._blocks:
-            self.release()
-
-    def _copy(
-        self, hold: Hold, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None,
-        queued: Mapping[int, CudaEvent],
-    ) -> None:  # fmt: skip
-        hold.load(plan_load(self.version, self.manifest, modules, strict=strict, map=map), queued)
-
     async def ack(self) -> None:
         """Tell the publisher that this version is in use here. Asking for the next version says it as well.
 
@@ -172,16 +220,6 @@ class Snapshot:
             UsageError: the snapshot was released or spent, or this is not the subscriber's loop.
         """
         self._ack()
-
-    def _ack(self) -> None:
-        """See ``ack``; it does not wait."""
-        hold = self._held()
-        self._owner.ensure_here()
-        self._owner.acknowledge(hold)
-
-    def release(self) -> None:
-        """Drop the snapshot's own references. The lease ends with the last tensor that the caller has, copies apart."""
-        self._hold = self._tensors = None
 
     async def digest(self, timeout: float = 30.0) -> bytes:
         """The publisher's content digest (32 bytes) of this version; compare with ``busync.content_digest``.
@@ -191,43 +229,13 @@ class Snapshot:
             WaitTimeout: it did not come in time.
             PublisherLost: the session ended first.
         """
-        forks.ensure_same_process(self._pid, "snapshot")
-        return await self._owner.wait_digest(self.version, timeout)
-
-    def _held(self) -> Hold:
-        forks.ensure_same_process(self._pid, "snapshot")
-        if self._hold is None:
-            raise UsageError(
-                f"the snapshot of version {self.version} was released", "ask the subscriber for the version again"
-            )
-        return self._hold
+        return await self._digest(timeout)
 
     async def __aenter__(self) -> Self:
         self._enter()
         return self
 
-    def _enter(self) -> None:
-        """Begin a block; see ``_leave``."""
-        self._held()
-        self._blocks += 1
-
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._leave(error)
-
-    def _leave(self, error: BaseException | None) -> None:
-        """End a block, with what the caller's code raised in it."""
-        self._blocks -= 1
-        try:
-            if isinstance(error, Exception) and not isinstance(error, BusyncError) and self._hold is not None:
-                self._owner.fail(self._hold, "apply", f"{type(error).__name__}: {error}")
-        finally:  # an error of the caller's may fail to say what it is
-            self.release()
-
-    def __reduce__(self) -> Any:
-        raise UsageError("a snapshot cannot be pickled or copied", "pass its tensors on, or open a subscriber there")
-
-    def __repr__(self) -> str:
-        held = "" if self._hold is not None else ", released"
-        return f"<Snapshot of {self.topic!r} version {self.version}, {self.nbytes} bytes{held}>"

@@ -45,7 +45,7 @@ UNMAP_PATIENCE = 0.5  #: seconds that the end waits for large versions to be unm
 FINAL_REFUSALS = frozenset({"uid", "wire-version", "topics"})
 
 
-class Subscriber(Asking):
+class Subscriber(Asking[Snapshot]):
     """Receives the versions of one topic.
 
     ``async with`` waits until the publisher counts this subscriber. ``async for`` gives the newest version, then each
@@ -214,6 +214,7 @@ class Subscriber(Asking):
 
         Needs no running loop; a loop that runs is held meanwhile. Raises: as ``next``, but never WaitTimeout.
         """
+        self._ensure_caller()
         return self._poll_here(check_seconds("timeout", timeout), self._pause)
 
     # Looking
@@ -285,6 +286,7 @@ class Subscriber(Asking):
         """The publisher's content digest of a version; see ``Snapshot.digest``."""
         if not self._core.digests:
             raise UsageError("this subscriber does not ask for digests", "make it with digests=True")
+        self._ensure_caller()
         self._begin()
         self._ack_handed()
         self._attachment.say()
@@ -312,7 +314,8 @@ class Subscriber(Asking):
                     self._granted(event)
                 case fx.Attached():
                     for waiter in self._waiters:
-                        waiter.have = waiter.evaluate()
+                        if waiter.request is not None:
+                            waiter.have = self._have(waiter.request)
                     self._attachment.note_attached()
                     self._update_demand()
                 case fx.DigestArrived(version, digest):

@@ -68,7 +68,7 @@ def test_small_versions_that_are_kept_are_in_nobodys_way() -> None:
         assert sub.latest(5).tensors["w"].item() == 50
         opened = sub._inner._session
         assert opened is not None
-        assert max(len(opened.holds), len(opened.words), len(opened.core.leases)) <= 2
+        assert max(len(opened.leases.holds), len(opened.leases.words), len(opened.core.leases)) <= 2
         assert [float(tensor) for tensor in kept[::2]] == list(range(1, 51))
 
 
@@ -172,7 +172,7 @@ def test_another_thread_may_ask_for_tensors_in_vain(monkeypatch: pytest.MonkeyPa
                 refused.append(type(error))
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(snapshot._inner._hold), "own_memory", refuse)
+            patch.setattr(type(snapshot._hold), "own_memory", refuse)
             thread = threading.Thread(target=ask)
             thread.start()
             with pytest.raises(busync.WaitTimeout):

@@ -579,7 +579,7 @@ async def test_b47_every_call_of_asyncio_code_in_a_forked_child_is_refused() -> 
 
 MUTANTS["test_b47_every_call_of_asyncio_code_in_a_forked_child_is_refused"] = Mutant(
     "busync/asking.py",
-    "        forks.ensure_same_process(self._pid, \"subscriber\")\n        if self._closed:",
-    "        if self._closed:",
+    "        forks.ensure_same_process(self._pid, \"subscriber\")\n        self.ensure_here()",
+    "        self.ensure_here()",
     "a child uses its parent's session",
 )  # fmt: skip

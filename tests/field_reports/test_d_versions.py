@@ -28,7 +28,7 @@ LEDGER = "busync/protocol/ledger.py"
 
 MUTANTS = {
     "test_b62_the_loops_body_runs_once_per_adopted_version": Mutant(
-        "busync/asking.py", "_Waiter(lambda: self.adopted,", "_Waiter(lambda: Version(0),",
+        "busync/asking.py", "return self.adopted if request.enough", "return Version(0) if request.enough",
         "a version is handed out more than once",
     ),
     "test_b64_what_is_held_is_never_changed": (
@@ -38,7 +38,7 @@ MUTANTS = {
         ),
         Mutant(
             "busync/asking.py",
-            "raise PinnedError(core.max_held, [str(hold) for hold in session.living()])", "return False",
+            "raise PinnedError(core.max_held, [str(hold) for hold in session.leases.living()])", "return False",
             "a holder at its limit waits in vain instead of being told",
         ),
     ),
