@@ -47,7 +47,9 @@ def _uids(uids: object) -> frozenset[int]:
 
 
 def _plain_values(values: Mapping[str, Value] | None, remedy: str) -> dict[str, Value]:
-    flat = flatten(values or {})
+    if not values:
+        return {}
+    flat = flatten(values)
     if flat.tensors:
         raise OptionError("values", next(iter(flat.tensors)), f"plain values; {remedy}")
     return flat.values

@@ -84,8 +84,11 @@ class Planner:
         """As ``flatten`` and ``layout.plan``, which it equals in every respect."""
         last, self._last = self._last, None
         flat = _same(last, source, values) if last is not None else None
-        flat = flat or flatten(source, values)
-        planned = _again(last, flat) if last is not None else None
+        known = flat is not None
+        if flat is None:
+            flat = flatten(source, values)
+            known = last is not None and _known(last, flat)
+        planned = _again(last, flat) if last is not None and known else None
         if planned is None:
             planned = plan_mixed(flat, self._cuda)
             last = _remember(flat, planned)
@@ -100,18 +103,24 @@ def _same(last: _Last, source: Source, values: Mapping[str, Value]) -> Flat | No
     tensors = dict(source)  # another thread may change the source
     if list(tensors) != last.names or not all(map(is_, tensors.values(), map(call, last.tensors))):
         return None
-    flat = flatten({}, values)
-    flat.tensors, flat.parameters = tensors, last.parameters
+    flat = Flat(tensors, last.parameters)
+    if values:
+        flat.values = flatten({}, values).values
     return flat if flat.values.keys().isdisjoint(tensors) else None
 
 
+def _known(last: _Last, flat: Flat) -> bool:
+    """Whether these are the last tensors."""
+    return (
+        flat.parameters == last.parameters
+        and list(flat.tensors) == last.names
+        and all(map(is_, flat.tensors.values(), map(call, last.tensors)))
+    )
+
+
 def _again(last: _Last, flat: Flat) -> Plan | None:
-    """The last plan for the same tensors, wherever their bytes are now; None if anything else has changed."""
-    if flat.parameters != last.parameters or list(flat.tensors) != last.names:
-        return None
+    """The last plan for the last tensors, wherever their bytes are now; None if anything else has changed."""
     tensors = list(flat.tensors.values())
-    if not all(map(is_, tensors, map(call, last.tensors))):
-        return None
     if list(map(_facts, tensors)) != last.facts or list(map(_stride, tensors)) != last.strides:
         return None
     if any(map(_is_conj, tensors)) or any(map(_is_neg, tensors)):

@@ -56,9 +56,8 @@ MUTANTS = {
             "parameters lose their flag by being published",
         ),
         Mutant(
-            "busync/handles/planner.py", "        flat = flat or flatten(source, values)\n",
-            "        flat = flat or flatten(source, values)\n"
-            "        [t.share_memory_() for t in flat.tensors.values()]\n",
+            "busync/handles/planner.py", "        planned = _again(last, flat) if",
+            "        [t.share_memory_() for t in flat.tensors.values()]\n        planned = _again(last, flat) if",
             "the source's own storage is moved to shared memory",
         ),
     ),

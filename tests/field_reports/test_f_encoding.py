@@ -41,11 +41,14 @@ SMALL = patterns.SMALL
 WIRE, SOURCE = "busync/wire.py", "busync/handles/source.py"
 
 MUTANTS = {
-    "test_b96_pickles_are_never_run_in_any_role": Mutant(
-        WIRE, "        if len(data) > max_bytes:\n",
-        "        if data[:1] == b'\\x80':\n            import pickle\n\n            pickle.loads(data)\n"
-        "        if len(data) > max_bytes:\n",
-        "whatever looks like a pickle is unpickled, and what it is is checked later",
+    "test_b96_pickles_are_never_run_in_any_role": tuple(
+        Mutant(
+            WIRE, f"        if len(data) > {limit}:\n",
+            "        if data[:1] == b'\\x80':\n            import pickle\n\n            pickle.loads(data)\n"
+            f"        if len(data) > {limit}:\n",
+            "whatever looks like a pickle is unpickled, and what it is is checked later",
+        )
+        for limit in ("max_bytes", "MAX_PACKET_BYTES")
     ),
     "test_b96_no_code_executes_what_was_received": Mutant(
         WIRE, "import msgpack\n", "import marshal\n\nimport msgpack\n",
