@@ -243,7 +243,7 @@ class Asking(forks.ForkAware, Generic[S]):
                     break
                 full = core.full  # and one of them ends in a moment, perhaps
                 pause(HELD_PATIENCE if full and (left is None or left > HELD_PATIENCE) else left)
-                attachment.turn_after_pause()
+                attachment.turn()
                 if full and waiter.snapshot is None:
                     self._check_held()
                     self._update_demand()

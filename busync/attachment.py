@@ -72,13 +72,14 @@ class Attachment:
         self._changed.clear()
         await self._changed.wait()
 
-    def turn(self, *, one_packet: bool = False) -> None:
-        """Handle what has arrived, without waiting; ``one_packet``: as for ``Session.turn``."""
+    def turn(self) -> None:
+        """Handle what has arrived, without waiting. Less work where a pause has just seen that there is little."""
         session = self.session
         if session is None:
             return
         # Before it is attached, a session connects its bus and sends Join, which may consume ZeroMQ's signal.
-        one_packet = one_packet and self._core.attached and not self._due
+        one_packet = self._ready == self._packet and self._core.attached and not self._due
+        self._ready = None
         self._due = False
         torn, self._torn = self._torn, True
         events: list[SubscriberEffect] = []
@@ -111,11 +112,6 @@ class Attachment:
             return
         if self._due or self._torn or session.door.outbox or self._poll.poll(0):
             self.turn()
-
-    def turn_after_pause(self) -> None:
-        """As ``turn``, and less work where the pause has seen that there is little to be done."""
-        ready, self._ready = self._ready, None
-        self.turn(one_packet=ready == self._packet)
 
     def say(self) -> None:
         """Say what the core has to say, without waiting for the next turn."""

@@ -111,10 +111,14 @@ class Leases:
         """The holders."""
         return [hold for known in list(self.holds.values()) if (hold := known()) is not None]
 
-    def add(self, hold: Hold) -> None:
-        """Know the holder of a fresh grant."""
-        self.holds[hold.lease] = weakref.ref(hold)
-        self.words[hold.lease] = weakref.ref(hold.word.life)
+    def say(self, released: tuple[int, ...]) -> None:
+        """A Want has said that they have ended, after the bytes were copied."""
+        for lease in map(LeaseId, released):
+            known = self.holds.pop(lease, None)
+            self.words.pop(lease, None)
+            if known is not None and (hold := known()) is not None:
+                hold.word.said = True
+                hold.segment = None  # or whoever keeps small snapshots keeps a descriptor for each
 
     def forget(self, lease: LeaseId) -> None:
         """Its Release was said."""
@@ -171,8 +175,10 @@ class Hold:
         self._bytes: bytearray | None = None  #: of a small version, as they were published; nobody writes to them
         #: of each mapping. Not its builder: that refers to the mapping, and the mapping to this hold
         self._memories: list[Memory] = []
-        #: Its life lasts until Release was said, or should have been, also where the hold is saved.
-        self.word = _Word(session.leases, lease, _Life())
+        life = _Life()  # lasts until Release was said, or should have been, also where the hold is saved
+        self.word = _Word(session.leases, lease, life)
+        session.leases.holds[lease] = weakref.ref(self)
+        session.leases.words[lease] = weakref.ref(life)
 
     def own_memory(self) -> TensorBuilder:
         """A builder of tensors over memory of this process, which keeps this hold alive.
@@ -193,7 +199,7 @@ class Hold:
     def _host_memory(self) -> TensorBuilder:
         segment, nbytes = self.segment, self.manifest.nbytes
         if nbytes and (self._bytes is not None or nbytes <= COPY_BYTES):
-            return TensorBuilder(bytearray(self._copied()), self.manifest)
+            return TensorBuilder(self._copied(), self.manifest, copy=True)
         if segment is None or not nbytes:
             return TensorBuilder(memoryview(b""), self.manifest)
         private = segment.private
@@ -217,11 +223,6 @@ class Hold:
                     if not self.manifest.devices:
                         self._leases.spare.append(self.lease)
             return self._bytes
-
-    def said(self) -> None:
-        """A Want has said that the lease has ended, after the bytes were copied."""
-        self.word.said = True
-        self.segment = None  # or whoever keeps small snapshots keeps a descriptor for each
 
     def _device_memory(self, spec: DeviceSpec) -> TensorBuilder:
         assert self.segment is not None, "memory on a GPU without a segment"

@@ -81,9 +81,7 @@ class Session(forks.ForkAware):
         """The holder of a fresh grant."""
         stored = granted.segment_nbytes or granted.manifest.devices
         segment = self.segments[granted.segment] if stored else None
-        hold = Hold(self, granted.lease, granted.version, granted.manifest, segment)
-        self.leases.add(hold)
-        return hold
+        return Hold(self, granted.lease, granted.version, granted.manifest, segment)
 
     def turn(self, events: list[fx.SubscriberEffect], *, one_packet: bool = False) -> None:
         """Handle what has arrived, at most TURN seconds of it, and say what the core wants to say.
@@ -168,36 +166,34 @@ class Session(forks.ForkAware):
     def say(self, events: list[fx.SubscriberEffect]) -> None:
         """Carry out the core's effects; those that concern the application are appended to ``events``."""
         for effect in self.core.take_effects():
-            match effect:
-                case fx.ToDoor(message):
-                    self.door.send(encode(message))
-                    if isinstance(message, Want) and message.released:
-                        self._said(message.released)
-                case fx.Granted():
-                    events.append(effect)
-                case fx.ConnectBus(token, incarnation, slot):
-                    self._connect_bus(token, incarnation, slot)
-                case fx.TakeSegment(segment, nbytes):
-                    fd = self._take_fd("a segment")
-                    check_segment(fd, segment, nbytes)
-                    attached = AttachedSegment(segment, fd, nbytes)
-                    if segment in self.segments:  # its memory on a GPU came first
-                        attached.devices = self.segments[segment].devices
-                    self.segments[segment] = attached
-                case fx.TakeDevice(segment, device, nbytes, values):
-                    self._take_device(segment, device, nbytes, values)
-                case fx.ForgetSegments(segments):
-                    for segment in segments:
-                        self.segments.pop(segment).close()
-                case _:
-                    events.append(effect)
+            if isinstance(effect, fx.ToDoor):
+                message = effect.message
+                self.door.send(encode(message))
+                if isinstance(message, Want) and message.released:
+                    self.leases.say(message.released)
+            elif isinstance(effect, fx.Granted):
+                events.append(effect)
+            else:
+                self._carry_out(effect, events)
 
-    def _said(self, released: tuple[int, ...]) -> None:
-        for lease in map(LeaseId, released):
-            known = self.leases.holds.get(lease)
-            if known is not None and (hold := known()) is not None:
-                hold.said()
-            self.leases.forget(lease)
+    def _carry_out(self, effect: fx.SubscriberEffect, events: list[fx.SubscriberEffect]) -> None:
+        match effect:
+            case fx.ConnectBus(token, incarnation, slot):
+                self._connect_bus(token, incarnation, slot)
+            case fx.TakeSegment(segment, nbytes):
+                fd = self._take_fd("a segment")
+                check_segment(fd, segment, nbytes)
+                attached = AttachedSegment(segment, fd, nbytes)
+                if segment in self.segments:  # its memory on a GPU came first
+                    attached.devices = self.segments[segment].devices
+                self.segments[segment] = attached
+            case fx.TakeDevice(segment, device, nbytes, values):
+                self._take_device(segment, device, nbytes, values)
+            case fx.ForgetSegments(segments):
+                for segment in segments:
+                    self.segments.pop(segment).close()
+            case _:
+                events.append(effect)
 
     def _take_fd(self, what: str) -> OwnedFd:
         fd, self._fd = self._fd, None

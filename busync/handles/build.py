@@ -27,11 +27,15 @@ class TensorBuilder:
     """Builds the tensors of one version over ``buffer``, the mapped bytes of its segment.
 
     The manifest has passed check_part and fits the buffer, which may be empty if the manifest has no bytes. The
-    builder keeps the mapping alive until drop().
+    builder keeps the mapping alive until drop(). ``copy``: tensors are over copies of the bytes, each group over its
+    own, made when one of its tensors is first asked for.
     """
 
-    def __init__(self, buffer: memoryview | mmap.mmap | bytearray, manifest: Manifest) -> None:
+    def __init__(
+        self, buffer: memoryview | mmap.mmap | bytearray, manifest: Manifest, *, copy: bool = False
+    ) -> None:  # fmt: skip
         self.manifest = manifest
+        self._copy = copy
         self._buffer: memoryview | None = memoryview(buffer)
         assert len(self._buffer) >= manifest.nbytes
         self._shares = manifest.shares
@@ -78,6 +82,8 @@ class TensorBuilder:
         if memory is None:
             group = self.manifest.groups[number]
             made = buffer[group.offset_bytes : group.offset_bytes + group.nbytes]
+            if self._copy:
+                made = memoryview(bytearray(made))
             memory = self._slices.setdefault(number, made)
             if memory is made:
                 self.memory[number] = weakref.ref(memory)

@@ -217,11 +217,11 @@ class SubscriberProtocol:
 
     def _take_ack(self) -> Version:
         """An Ack that was about to be said on its own: one packet less wakes the publisher once less."""
-        match self._effects[-1:]:
-            case [fx.ToDoor(Ack(version=version))]:
-                self._effects.pop()
-                return Version(version)
-        return NO_VERSION
+        last = self._effects[-1] if self._effects else None
+        if not isinstance(last, fx.ToDoor) or not isinstance(last.message, Ack):
+            return NO_VERSION
+        self._effects.pop()
+        return Version(last.message.version)
 
     def ack(self, version: Version) -> None:
         """The application uses ``version``, which this session granted. More would be a violation, and is not said."""
