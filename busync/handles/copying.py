@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
 #: (offset in the segment, address, bytes) of bytes that are copied as they lie.
 Move = tuple[int, int, int]
 Job = Callable[[], None]
+_nbytes_of: Callable[[Move], int] = itemgetter(2)
 
 PIECE_BYTES = 8 << 20  #: the most that one worker takes at a time
 _WORTH_A_THREAD_BYTES = 1 << 20  # waking a second thread costs as much as copying about this
+_SMALL_BYTES = 256 * 1024  # one job, which cuts nothing
 _ROW = 128  # tensors of a batch that one worker takes at a time
 ONE_THREAD_ELEMENTS = 32767  #: torch copies fewer than 32,768 elements on the calling thread
 
@@ -47,6 +50,15 @@ def make_jobs(
     batch: Batch | None = None,
 ) -> list[Job]:  # fmt: skip
     """Jobs that together do all moves and copies into ``buffer``; see Plan.jobs. They hold ``buffer`` and ``keep``."""
+    holder = torch.frombuffer(buffer, dtype=torch.uint8)
+    base = holder.data_ptr()
+    if not copies and batch is None and sum(map(_nbytes_of, moves)) <= _SMALL_BYTES:
+
+        def one_job() -> None:
+            _move(base, moves)
+            _ = holder, keep  # alive until the last byte is copied
+
+        return [one_job]
     if batch is None:
         batch = Batch([], [], 0)
     total = sum(nbytes for _, _, nbytes in moves) + sum(copy.nbytes for copy in copies) + batch.nbytes
@@ -57,13 +69,9 @@ def make_jobs(
     small_moves = iter(list(_cut_moves(moves, piece)) if large else moves)
     rows = iter(range(0, len(batch.targets), _ROW))
     small_copies = iter([pair for copy in copies for pair in _pieces(buffer, copy, piece)])
-    holder = torch.frombuffer(buffer, dtype=torch.uint8)
-    base = holder.data_ptr()
 
     def job() -> None:
-        memmove = ctypes.memmove
-        for offset, address, nbytes in small_moves:
-            memmove(base + offset, address, nbytes)
+        _move(base, small_moves)
         if copies or batch.targets:
             with torch.inference_mode():
                 for row in rows:
@@ -73,6 +81,12 @@ def make_jobs(
         _ = holder, keep  # alive until the last byte is copied
 
     return [job] * count
+
+
+def _move(base: int, moves: Iterable[Move]) -> None:
+    memmove = ctypes.memmove
+    for offset, address, nbytes in moves:
+        memmove(base + offset, address, nbytes)
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
