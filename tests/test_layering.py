@@ -20,7 +20,7 @@ LAYERS = {
     "wire": 2,
     "protocol": 3, "handles": 3, "transport": 3,
     "pool": 4,
-    "calls": 5, "exports": 5, "server": 5, "session": 5, "snapshot": 5, "publishing": 5, "attachment": 5,
+    "calls": 5, "exports": 5, "links": 5, "server": 5, "session": 5, "snapshot": 5, "publishing": 5, "attachment": 5,
     "publisher": 5, "asking": 5, "holds": 5, "subscriber": 5, "blocking": 5,
     "daemon": 6,
 }  # fmt: skip

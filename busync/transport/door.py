@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import struct
 import threading
 from array import array
 from collections import deque
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from busync import forks
 from busync.errors import DecodeError, EndpointError, FdError
 from busync.fds import OwnedFd
+
+T = TypeVar("T")
 
 MAX_PACKET_BYTES = 32 * 1024  #: the same as in ``wire``, which this layer does not know
 _BACKLOG = 1024
@@ -199,6 +202,58 @@ class DoorConnection(forks.ForkAware):
                 _, fd = outbox.popleft()
                 if fd is not None:
                     fd.close()
+
+
+class DoorPoll(forks.ForkAware, Generic[T]):
+    """Tells which of many connections have a packet, or have ended. A loop watches ``fileno()`` instead of each.
+
+    Raises:
+        FdError: the process has no descriptor left.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, T] = {}
+        with forks.fork_lock:
+            try:
+                self._poll = select.epoll()
+            except OSError as error:
+                raise FdError("no descriptor is left to watch doors with", _LIMIT_REMEDY) from error
+            forks.register(self)
+
+    def fileno(self) -> int:
+        """The number to watch: ready when one of the connections is."""
+        return self._poll.fileno()
+
+    def add(self, door: DoorConnection, owner: T) -> None:
+        """Watch a connection; ``ready`` gives its ``owner``.
+
+        Raises:
+            FdError: the system watches too many for this user.
+        """
+        try:
+            self._poll.register(door.fileno(), select.EPOLLIN)
+        except OSError as error:
+            raise FdError(f"a door cannot be watched: {error.strerror}", "raise fs.epoll.max_user_watches") from error
+        self._owners[door.fileno()] = owner
+
+    def discard(self, door: DoorConnection) -> None:
+        """Watch a connection no more, before it is closed. It need not have been watched."""
+        if self._owners.pop(door.fileno(), None) is not None:
+            self._poll.unregister(door.fileno())
+
+    def ready(self, most: int) -> list[T]:
+        """The owners of at most ``most`` connections that have a packet or have ended; the others come next time."""
+        return [self._owners[number] for number, _ in self._poll.poll(0, most)]
+
+    def close(self) -> None:
+        """Watch nothing any more. May be called again."""
+        with forks.fork_lock:
+            self._poll.close()
+            forks.unregister(self)
+
+    def after_fork_in_child(self) -> None:
+        """Close the child's copy. Nothing is taken out of it: what is in there is the parent's."""
+        self._poll.close()
 
 
 class _QuietSocket(socket.socket):

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("runtime_dir")]
 State = dict[str, torch.Tensor]
 IMPORT, MEMORY = "busync/handles/cuda_import.py", "busync/handles/cuda_memory.py"
 PUBLISHING, SERVER, SESSION = "busync/publishing.py", "busync/server.py", "busync/session.py"
-HOLDS = "busync/holds.py"
+HOLDS, LINKS = "busync/holds.py", "busync/links.py"
 MUTANTS = {
     "test_a_version_is_on_the_cpu_and_on_two_gpus": Mutant(
         "busync/handles/mixed.py", "GroupSpec(old.offset_bytes, old.nbytes, memory)",
@@ -74,7 +74,7 @@ MUTANTS = {
         ),
     ),
     "test_a_segment_that_was_exported_very_often_is_replaced": Mutant(
-        SERVER, "if any(memory.worn for memory in segment.devices.values()):", "if False:",
+        LINKS, "if any(memory.worn for memory in segment.devices.values()):", "if False:",
         "events of a buffer pile up until torch stops the publisher",
     ),
     "test_a_relay_copies_and_says_so": Mutant(

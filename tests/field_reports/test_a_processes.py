@@ -55,7 +55,7 @@ MUTANTS = {
         "the raw end of the connection gets out of the session",
     ),
     "test_b11_unrelated_programs_share_without_a_common_secret": Mutant(
-        "busync/server.py",
+        "busync/links.py",
         "if door.peer.uid != os.geteuid() and",
         "if os.getsid(door.peer.pid) != os.getsid(0) and",
         "only relatives may subscribe",

@@ -33,9 +33,9 @@ from tests.support.roles import PublisherRole, SubscriberRole, soon, wait_until
 
 MUTANTS = {
     "test_b23_a_version_is_one_descriptor_however_many_tensors": Mutant(
-        "busync/server.py",
-        "self._send_door(session, encode(message), segment.host.fd)",
-        "[self._send_door(session, encode(message), segment.host.fd) for _ in range(3)]",
+        "busync/links.py",
+        "self.send_door(session, encode(message), segment.host.fd)",
+        "[self.send_door(session, encode(message), segment.host.fd) for _ in range(3)]",
         "the descriptors of a version grow with its tensors",
     ),
     "test_b24_a_descriptor_stays_with_its_message": Mutant(
@@ -45,8 +45,8 @@ MUTANTS = {
         "reads of a stream merge and split what was sent",
     ),
     "test_b24_a_peer_that_sends_single_bytes_is_turned_away": Mutant(
-        "busync/server.py",
-        'self.core.refuse(peer.session, "protocol", reason[:1000])',
+        "busync/links.py",
+        'self._core.refuse(peer.session, "protocol", reason[:1000])',
         "pass",
         "a peer that breaks the protocol keeps its session",
     ),

@@ -58,7 +58,7 @@ MUTANTS = {
         ),
     ),
     "test_b72_one_copy_whatever_the_number_of_readers": Mutant(
-        "busync/server.py", "        if segment.host is not None:\n            message = Segment",
+        "busync/links.py", "        if segment.host is not None:\n            message = Segment",
         "        if segment.host is not None:\n"
         "            size = segment.host.nbytes\n"
         "            segment = self.pool.create(SegmentId(segment_id + 1000 * session), size)\n"

@@ -76,7 +76,7 @@ MUTANTS = {
         "what fits is loaded although something does not",
     ),
     "test_b50_a_reader_that_cannot_be_reached_is_no_failure": Mutant(
-        "busync/server.py", "except BusyncError as error:  # of this peer alone",
+        "busync/links.py", "except BusyncError as error:  # of this peer alone",
         "except MemoryError as error:  # of this peer alone",
         "what goes wrong with one reader fails the publish",
     ),

@@ -104,9 +104,9 @@ def run(name):
     os.kill(slow, signal.SIGSTOP)
     pub.publish(state)
     async def fill():
-        peer = next(iter(pub._server._peers.values()))
+        peer = next(iter(pub._server.links.peers.values()))
         for _ in range(4000):  # more than its sockets take
-            pub._server.bus.send(peer.token, encode(Joined(incarnation=1)))
+            pub._server.links.bus.send(peer.token, encode(Joined(incarnation=1)))
     pub._server.call(fill()).block()
     os.write(writing, b"%d" % slow)
     return pub

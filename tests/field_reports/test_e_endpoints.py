@@ -64,7 +64,7 @@ MUTANTS = {
         "the group of a directory may replace the sockets in it",
     ),
     "test_b83_other_users_are_refused": Mutant(
-        "busync/server.py", "door.peer.uid not in self.options.allow_uids:", "False:",
+        "busync/links.py", "door.peer.uid not in self._options.allow_uids:", "False:",
         "whoever can reach the sockets may subscribe",
     ),
     "test_b95_readers_follow_a_publisher_that_starts_again": Mutant(

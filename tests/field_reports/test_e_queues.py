@@ -16,7 +16,7 @@ import zmq
 
 import busync
 from busync import blocking
-from busync.server import Server
+from busync.links import Links
 from busync.transport.bus import DealerBus
 from busync.wire import Ack, Join, Joined, encode
 from tests.limits.kit import private_bytes
@@ -59,12 +59,12 @@ MUTANTS = {
             "liveness rests on ZeroMQ's heartbeats",
         ),
         Mutant(
-            "busync/server.py", "        if sent is not Sent.SENT:\n", "        if sent is Sent.GONE:\n",
+            "busync/links.py", "        if sent is not Sent.SENT:\n", "        if sent is Sent.GONE:\n",
             "what finds a full queue is dropped, and the session lives on without it",
         ),
     ),
     "test_b92_nothing_stalls_under_a_flood": Mutant(
-        "busync/server.py", "if not self._bus_due and self.bus is not None and self.bus.has_input():", "if False:",
+        "busync/links.py", "if not self._bus_due and self.bus.has_input():", "if False:",
         "a send takes the signal of a Join, which then lies there unseen",
     ),
     "test_b93_a_long_timeout_keeps_nothing_alive": Mutant(
@@ -132,20 +132,20 @@ def test_b85_nothing_is_lost_to_a_reader_that_was_told_it_is_attached(
 
     ``late``: the publisher gets to its bus a little later than it could, as on a machine with other work.
     """
-    at_once = Server._bus_ready
+    at_once = Links._bus_ready
     due: list[bool] = []
 
-    def bus_ready(server: Server) -> None:
+    def bus_ready(links: Links) -> None:
         def turn() -> None:
             due.clear()
-            at_once(server)
+            at_once(links)
 
         if not due:
             due.append(True)
-            server.loop.call_later(0.01, turn)
+            links._loop.call_later(0.01, turn)
 
     if late:
-        monkeypatch.setattr(Server, "_bus_ready", bus_ready)
+        monkeypatch.setattr(Links, "_bus_ready", bus_ready)
 
     async def run() -> None:
         async with busync.Publisher("p") as pub:
@@ -175,14 +175,15 @@ def test_b87_heartbeats_are_off_and_a_full_queue_ends_one_session_only(cast: Cas
         assert server is not None
 
         async def heartbeat() -> list[int]:
-            assert server.bus is not None
-            return [server.bus._get(option) for option in (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT)]
+            assert server.links is not None
+            return [server.links.bus._get(option) for option in (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT)]
 
         async def fill() -> int:
             session = next(s.id for s in server.core.sessions.values() if s.name == "slow")
-            sent = 0
-            while session in server._peers and sent < 100_000:
-                server._send_bus(session, encode(Joined(incarnation=server.core.incarnation)))
+            sent, links = 0, server.links
+            assert links is not None
+            while session in links.peers and sent < 100_000:
+                links.send_bus(session, encode(Joined(incarnation=server.core.incarnation)))
                 sent += 1
             return sent
 

@@ -39,8 +39,8 @@ SOURCE = patterns.state(2, 1, SMALL)
 MUTANTS = {
     "test_b103_the_death_of_a_reader_releases_what_it_held": (
         Mutant(
-            "busync/server.py", "        except EOFError:\n            self._lose(peer)\n",
-            "        except EOFError:\n            self.loop.remove_reader(peer.door.fileno())\n",
+            "busync/links.py", "        except EOFError:\n            self._lose(peer)\n",
+            "        except EOFError:\n            self._doors.discard(peer.door)\n",
             "the end of a connection ends nothing but the connection",
         ),
         Mutant(

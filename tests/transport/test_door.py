@@ -22,7 +22,7 @@ from busync import forks, wire
 from busync.errors import DecodeError, EndpointError, FdError
 from busync.fds import OwnedFd, open_fds
 from busync.transport import door
-from busync.transport.door import DoorConnection, DoorListener, Packet, door_connect
+from busync.transport.door import DoorConnection, DoorListener, DoorPoll, Packet, door_connect
 from tests.forking import check_in_child
 from tests.test_fds import is_open, no_descriptor_left
 from tests.transport.test_endpoint import place
@@ -250,6 +250,57 @@ def test_a_send_drains_what_waits(pair: tuple[DoorConnection, DoorConnection]) -
     assert left.pending == 0
     assert int(take(right).data) == count - 1
     assert take(right).data == b"last"
+
+
+def test_of_many_doors_those_are_told_that_have_something(place: Path) -> None:
+    fds = open_fds()
+    listener = DoorListener(str(place / "door"))
+    clients = [door_connect(str(place / "door")) for _ in range(4)]
+    servers = [server for _ in clients if (server := listener.accept()) is not None]
+    poll: DoorPoll[int] = DoorPoll()
+    for number, server in enumerate(servers):
+        poll.add(server, number)
+    assert poll.ready(9) == []
+    clients[1].send(b"one")
+    clients[2].send(b"two")
+    clients[2].send(b"more")
+    assert select.select([poll.fileno()], [], [], 5)[0] == [poll.fileno()]
+    assert sorted(poll.ready(9)) == [1, 2]
+    assert len(poll.ready(1)) == 1  # the rest comes next time
+    assert take(servers[1]).data == b"one"
+    assert take(servers[2]).data == b"two"
+    assert poll.ready(9) == [2]  # it has more
+    servers[3].send(b"never read, so the connection is reset")
+    clients[3].close()
+    for _ in range(3):  # and not only once
+        assert sorted(poll.ready(9)) == [2, 3]
+    for server in (servers[3], servers[3], servers[2]):
+        poll.discard(server)
+        server.close()
+    assert poll.ready(9) == []
+    poll.close()
+    poll.close()
+    close(*clients, *servers, listener)
+    assert open_fds() == fds
+
+
+def test_a_child_does_not_keep_what_tells_of_doors(pair: tuple[DoorConnection, DoorConnection]) -> None:
+    poll: DoorPoll[str] = DoorPoll()
+    poll.add(pair[0], "left")
+    number = poll.fileno()
+
+    def check() -> None:
+        assert not is_open(number)
+
+    check_in_child(check)
+    pair[1].send(b"still told of")
+    assert poll.ready(9) == ["left"]
+    poll.close()
+
+
+def test_without_a_descriptor_nothing_tells_of_doors() -> None:
+    with no_descriptor_left(), pytest.raises(FdError, match="to watch doors"):
+        DoorPoll[int]()
 
 
 def test_a_queued_descriptor_is_a_duplicate(pair: tuple[DoorConnection, DoorConnection]) -> None:
