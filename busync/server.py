@@ -249,7 +249,10 @@ class Server(forks.ForkAware):
 
     def lock(self, topic: str) -> asyncio.Lock:
         """What keeps the publishes of one topic in order."""
-        return self._locks.setdefault(topic, asyncio.Lock())
+        lock = self._locks.get(topic)
+        if lock is None:
+            lock = self._locks[topic] = asyncio.Lock()
+        return lock
 
     async def answer(self, key: int) -> Any:
         """Wait for the effect that answers a reservation or a wait."""
