@@ -12,8 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from busync import forks
 from busync.attachment import Attachment
@@ -86,9 +85,6 @@ class _Waiter(Generic[S]):
             self.future.set_exception(error)
 
 
-_have_of: Callable[[_Waiter[Any]], Version] = attrgetter("have")
-
-
 class Asking(forks.ForkAware, Generic[S]):
     """The part of a subscriber that its calls wait in."""
 
@@ -144,13 +140,14 @@ class Asking(forks.ForkAware, Generic[S]):
 
     @property
     def _session(self) -> Session | None:
+        """For calls that come at any time. What runs after ``_begin`` reads that of ``_attachment``."""
         try:
             return self._attachment.session if self._opened else None
         except AttributeError:  # its loop's thread closes this subscriber at this very moment
             return None
 
     def _ensure_caller(self) -> None:
-        """Check the process and the loop of a call. Plain code has a check of its own."""
+        """Check the process and the loop of a call. Plain code has a check of its own, in ``blocking``."""
         forks.ensure_same_process(self._pid, "subscriber")
         self.ensure_here()
 
@@ -248,7 +245,7 @@ class Asking(forks.ForkAware, Generic[S]):
                     self._check_held()
                     self._update_demand()
         finally:
-            if waiter.snapshot is None:
+            if waiter.snapshot is None:  # or else it was removed when it got it
                 self._remove(waiter)
         if waiter.error is not None:
             raise waiter.error
@@ -386,7 +383,7 @@ class Asking(forks.ForkAware, Generic[S]):
         session, core = self._attachment.session, self._core
         if session is None or not core.attached:
             return
-        have: Version | None = min(map(_have_of, self._waiters), default=None)
+        have: Version | None = min([waiter.have for waiter in self._waiters], default=None)
         if have is None and self._prefetch and self._prefetched is None and core.taken < core.max_held:
             have = max(self.adopted, core.adopted)  # what a caller is about to get is not asked for again
         self._unsaid = bool(session.door.outbox)  # the publisher does not read: Wants and Withdraws would pile up

@@ -73,7 +73,7 @@ class Attachment:
         await self._changed.wait()
 
     def turn(self) -> None:
-        """Handle what has arrived, without waiting. Less work where a pause has just seen that there is little."""
+        """Handle what has arrived, without waiting. Less work if the pause before it has seen that there is little."""
         session = self.session
         if session is None:
             return
@@ -108,6 +108,7 @@ class Attachment:
     def look(self) -> None:
         """As ``turn``, and much less work when nothing has arrived."""
         session = self.session
+        self._ready = None  # a pause that was interrupted is long over
         if session is None:
             return
         if self._due or self._torn or session.door.outbox or self._poll.poll(0):

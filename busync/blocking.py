@@ -35,7 +35,6 @@ from busync.protocol.effects import Granted
 from busync.protocol.waits import WaitFor
 from busync.publisher import WAIT_TIMEOUT, LoanBase, PublisherBase
 from busync.publishing import PublishReport, Wait, drain
-from busync.snapshot import Snapshot as AsyncSnapshot
 from busync.snapshot import SnapshotBase
 from busync.wire import Value
 
@@ -134,7 +133,7 @@ class Loan(LoanBase):
 class Snapshot(SnapshotBase):
     """As ``busync.Snapshot``, for plain code."""
 
-    _subscriber: Subscriber  #: of whoever was handed it
+    _subscriber: Subscriber  #: once it is handed out: with one that was asked for ahead, each would keep the other
 
     def load_into(self, *modules: nn.Module, strict: bool = True, map: NameMap | None = None) -> None:
         """As ``busync.Snapshot.load_into``."""
@@ -319,16 +318,16 @@ class Subscriber(forks.ForkAware):
             snapshot = self._run(self._inner._ask(request, timeout, time.monotonic() - begun))
         return self._hand_over(snapshot)
 
-    def _hand_over(self, snapshot: Any) -> Snapshot:
-        found: Snapshot = snapshot
-        found._subscriber = self
-        return found
+    def _hand_over(self, snapshot: SnapshotBase) -> Snapshot:
+        assert isinstance(snapshot, Snapshot), "the inner subscriber makes no others"
+        snapshot._subscriber = self
+        return snapshot
 
-    def _ask_here(self, request: Request, timeout: float | None) -> AsyncSnapshot | None:
+    def _ask_here(self, request: Request, timeout: float | None) -> SnapshotBase | None:
         with self._ctrl_c:
             return self._inner._ask_here(request, timeout, self._pause)
 
-    def _poll_here(self, timeout: float) -> AsyncSnapshot | None:
+    def _poll_here(self, timeout: float) -> SnapshotBase | None:
         with self._ctrl_c:
             return self._inner._poll_here(timeout, self._pause)
 

@@ -62,7 +62,7 @@ class AttachedSegment:
             AllocationError: it cannot be mapped.
         """
         assert self.fd is not None, "mapped without a descriptor"
-        mapping = self._readonly
+        mapping = self._readonly  # once made it stays; only making it must not meet a fork
         if mapping is None:
             with forks.fork_lock:
                 mapping = self._readonly = self._readonly or map_readonly(self.fd, self.nbytes)
@@ -108,22 +108,23 @@ class Leases:
         self.mapped: set[LeaseId] = set()
 
     def living(self) -> list[Hold]:
-        """The holders."""
+        """Those holders that are alive."""
         return [hold for known in list(self.holds.values()) if (hold := known()) is not None]
 
-    def say(self, released: tuple[int, ...]) -> None:
-        """A Want has said that they have ended, after the bytes were copied."""
+    def note_said(self, released: tuple[int, ...]) -> None:
+        """A Want has said that these have ended, after their bytes were copied."""
         for lease in map(LeaseId, released):
-            known = self.holds.pop(lease, None)
-            self.words.pop(lease, None)
+            known = self.holds.get(lease)
             if known is not None and (hold := known()) is not None:
                 hold.word.said = True
                 hold.segment = None  # or whoever keeps small snapshots keeps a descriptor for each
+            self.forget(lease)
 
     def forget(self, lease: LeaseId) -> None:
-        """Its Release was said."""
+        """Strike out a lease that has ended."""
         self.holds.pop(lease, None)
         self.words.pop(lease, None)
+        self.mapped.discard(lease)
 
 
 class _Life:
@@ -183,8 +184,8 @@ class Hold:
     def own_memory(self) -> TensorBuilder:
         """A builder of tensors over memory of this process, which keeps this hold alive.
 
-        A copy-on-write mapping of the segment; a copy, which does not, if there is little. On a GPU the publisher's own
-        memory, or a copy if the reader uses another one.
+        A copy-on-write mapping of the segment; if there is little, copies, which do not, made as they are asked for. On
+        a GPU the publisher's own memory, or a copy if the reader uses another one.
 
         Raises:
             AllocationError: it cannot be mapped, or copied.

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,17 +71,13 @@ class Links:
         self._by_token: dict[bytes, Peer] = {}
         self._bus_due = False  #: _bus_ready will be called
         self._bus_used = False  #: since the last look whether something has arrived
-        self._doors: DoorPoll[Peer] = DoorPoll()  # the loop is told once for as many as are ready
-        try:
+        with ExitStack() as undo:
+            self._doors: DoorPoll[Peer] = DoorPoll()  # the loop is told once for as many as are ready
+            undo.callback(self._doors.close)
             self.bus = RouterBus(endpoint.bus_path)
-            try:
-                self._listener = DoorListener(endpoint.door_path)
-            except BaseException:
-                self.bus.close()
-                raise
-        except BaseException:
-            self._doors.close()
-            raise
+            undo.callback(self.bus.close)
+            self._listener = DoorListener(endpoint.door_path)
+            undo.pop_all()
         loop.add_reader(self._doors.fileno(), self._doors_ready)
         loop.add_reader(self.bus.fileno(), self._bus_ready)
         loop.add_reader(self._listener.fileno(), self._accept)

@@ -187,7 +187,7 @@ async def _plan(server: Server, topic: str, source: Source, values: Mapping[str,
 def _is_small(source: Source) -> bool:
     if not isinstance(source, Mapping) or len(source) > SMALL_TENSORS:
         return False
-    for value in source.values():
+    for value in source.values():  # a generator would take longer than the look at a few tensors
         if not isinstance(value, torch.Tensor) and type(value) not in VALUE_TYPES:
             return False
     return True
@@ -208,7 +208,7 @@ async def _layout(server: Server, manifest: Manifest) -> Layout:
 
 async def _reserve(server: Server, topic: str, manifest: Manifest, state: State) -> fx.Reserved:
     nbytes = -(-manifest.nbytes // PAGE_BYTES) * PAGE_BYTES
-    devices = tuple([(spec.device, spec.nbytes) for spec in manifest.devices]) if manifest.devices else ()
+    devices = tuple([(spec.device, spec.nbytes) for spec in manifest.devices])
     key = server.core.reserve(topic, nbytes, state, time.monotonic(), devices)
     try:
         reserved: fx.Reserved = await server.answer(key)

@@ -1,8 +1,8 @@
-"""The publisher's own thread: its loop, its sockets, its memory.
+"""The publisher's own thread: its loop, the calls into it, its memory.
 
 The thread lets readers be admitted, granted and released while the learner is inside a long torch call.
-Everything in ``Server`` but ``start``, ``call`` and ``ask_to_stop`` runs on it. It owns the endpoint, the sockets,
-the board, the segments and the copy workers, until ``ended``.
+Everything in ``Server`` but ``start``, ``call`` and ``ask_to_stop`` runs on it. It owns the endpoint, the connections
+(``links``), the board, the segments and the copy workers, until ``ended``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,12 +38,7 @@ from busync.protocol import effects as fx
 from busync.protocol.publisher import PublisherProtocol
 from busync.transport.board import Board
 from busync.transport.endpoint import Claim, Endpoint
-from busync.wire import (
-    MAX_PACKET_BYTES,
-    Welcome,
-    encode,
-    manifest_parts,
-)
+from busync.wire import MAX_PACKET_BYTES, Welcome, encode, manifest_parts
 
 logger = logging.getLogger("busync")
 T = TypeVar("T")
@@ -78,7 +73,7 @@ class Server(forks.ForkAware):
         self.claim: Claim | None = None
         self.links: Links | None = None
         self.board: Board | None = None
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._planners: dict[str, Planner] = {}
         self.quiet_until = 0.0  #: no complaint about waiting before then
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -249,10 +244,7 @@ class Server(forks.ForkAware):
 
     def lock(self, topic: str) -> asyncio.Lock:
         """What keeps the publishes of one topic in order."""
-        lock = self._locks.get(topic)
-        if lock is None:
-            lock = self._locks[topic] = asyncio.Lock()
-        return lock
+        return self._locks[topic]
 
     async def answer(self, key: int) -> Any:
         """Wait for the effect that answers a reservation or a wait."""

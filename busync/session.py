@@ -121,7 +121,6 @@ class Session(forks.ForkAware):
 
     def _struck(self, lease: LeaseId) -> None:
         self.leases.forget(lease)
-        self.leases.mapped.discard(lease)
         self.core.ended(lease)
 
     def keep_words(self) -> None:
@@ -165,12 +164,12 @@ class Session(forks.ForkAware):
 
     def say(self, events: list[fx.SubscriberEffect]) -> None:
         """Carry out the core's effects; those that concern the application are appended to ``events``."""
-        for effect in self.core.take_effects():
+        for effect in self.core.take_effects():  # first what comes with every version, without a pattern's steps
             if isinstance(effect, fx.ToDoor):
                 message = effect.message
                 self.door.send(encode(message))
                 if isinstance(message, Want) and message.released:
-                    self.leases.say(message.released)
+                    self.leases.note_said(message.released)
             elif isinstance(effect, fx.Granted):
                 events.append(effect)
             else:

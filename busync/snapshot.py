@@ -94,7 +94,7 @@ class SnapshotBase:
         return self._tensors
 
     def _load(self, modules: tuple[nn.Module, ...], strict: bool, map: NameMap | None) -> None:
-        """As ``load_into``, on the caller's own thread, to the end."""
+        """For plain code: as ``load_into``, on the caller's own thread, to the end."""
         hold = self._held()
         self._owner.ensure_here()
         try:

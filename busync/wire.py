@@ -237,8 +237,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def _door_decoder(union: Any) -> Callable[[bytes], Any]:
-    # msgspec reads straight into the message. It bounds only what has a type, and a packet is little: whatever is in an
-    # untyped field takes some 70 bytes of memory for each byte of it at most.
+    # msgspec reads straight into the message. It bounds only what has a type, and a packet is small: what is in an
+    # untyped field takes less than 120 bytes of memory for each of its own.
     decoder = msgspec.msgpack.Decoder(union)
 
     def decode(data: bytes) -> Any:
@@ -248,7 +248,7 @@ def _door_decoder(union: Any) -> Callable[[bytes], Any]:
             message = decoder.decode(data)
         except (ValueError, RecursionError) as error:
             raise DecodeError("door", str(error)[:200] or type(error).__name__) from None
-        if isinstance(message, Announce) and message.values:
+        if isinstance(message, Announce):
             _check_values("door", message)
         return message
 

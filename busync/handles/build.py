@@ -24,16 +24,14 @@ Memory = dict[int, weakref.ref[memoryview]]
 
 
 class TensorBuilder:
-    """Builds the tensors of one version over ``buffer``, the mapped bytes of its segment.
+    """Builds the tensors of one version over ``buffer``, the bytes of its segment, or a copy of them.
 
     The manifest has passed check_part and fits the buffer, which may be empty if the manifest has no bytes. The
-    builder keeps the mapping alive until drop(). ``copy``: tensors are over copies of the bytes, each group over its
-    own, made when one of its tensors is first asked for.
+    builder keeps the buffer alive until drop(). ``copy``: each alias group is copied when one of its tensors is first
+    asked for, and its tensors are over that copy.
     """
 
-    def __init__(
-        self, buffer: memoryview | mmap.mmap | bytearray, manifest: Manifest, *, copy: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, buffer: memoryview | mmap.mmap | bytearray, manifest: Manifest, *, copy: bool = False) -> None:
         self.manifest = manifest
         self._copy = copy
         self._buffer: memoryview | None = memoryview(buffer)

@@ -17,7 +17,7 @@ _nbytes_of: Callable[[Move], int] = itemgetter(2)
 
 PIECE_BYTES = 8 << 20  #: the most that one worker takes at a time
 _WORTH_A_THREAD_BYTES = 1 << 20  # waking a second thread costs as much as copying about this
-_SMALL_BYTES = 256 * 1024  # one job, which cuts nothing
+_SMALL_BYTES = 256 * 1024  # up to this, to make the pieces takes as long as to copy them
 _ROW = 128  # tensors of a batch that one worker takes at a time
 ONE_THREAD_ELEMENTS = 32767  #: torch copies fewer than 32,768 elements on the calling thread
 
@@ -52,7 +52,8 @@ def make_jobs(
     """Jobs that together do all moves and copies into ``buffer``; see Plan.jobs. They hold ``buffer`` and ``keep``."""
     holder = torch.frombuffer(buffer, dtype=torch.uint8)
     base = holder.data_ptr()
-    if not copies and batch is None and sum(map(_nbytes_of, moves)) <= _SMALL_BYTES:
+    moved = sum(map(_nbytes_of, moves))
+    if not copies and batch is None and moved <= _SMALL_BYTES:
 
         def one_job() -> None:
             _move(base, moves)
@@ -61,7 +62,7 @@ def make_jobs(
         return [one_job]
     if batch is None:
         batch = Batch([], [], 0)
-    total = sum(nbytes for _, _, nbytes in moves) + sum(copy.nbytes for copy in copies) + batch.nbytes
+    total = moved + sum(copy.nbytes for copy in copies) + batch.nbytes
     count = max(1, min(workers, total // _WORTH_A_THREAD_BYTES))
     piece = min(PIECE_BYTES, max(total // (4 * count), _WORTH_A_THREAD_BYTES // 4))
     # A list's iterator may be advanced from several threads; a generator's may not.

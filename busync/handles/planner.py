@@ -84,11 +84,11 @@ class Planner:
         """As ``flatten`` and ``layout.plan``, which it equals in every respect."""
         last, self._last = self._last, None
         flat = _same(last, source, values) if last is not None else None
-        known = flat is not None
         if flat is None:
             flat = flatten(source, values)
-            known = last is not None and _known(last, flat)
-        planned = _again(last, flat) if last is not None and known else None
+            if last is not None and not (flat.parameters == last.parameters and _are(last, flat.tensors)):
+                last = None
+        planned = _again(last, flat) if last is not None else None
         if planned is None:
             planned = plan_mixed(flat, self._cuda)
             last = _remember(flat, planned)
@@ -101,7 +101,7 @@ def _same(last: _Last, source: Source, values: Mapping[str, Value]) -> Flat | No
     if not isinstance(source, dict) or type(source) not in (dict, OrderedDict) or list(source) != last.names:
         return None
     tensors = dict(source)  # another thread may change the source
-    if list(tensors) != last.names or not all(map(is_, tensors.values(), map(call, last.tensors))):
+    if not _are(last, tensors):
         return None
     flat = Flat(tensors, last.parameters)
     if values:
@@ -109,13 +109,9 @@ def _same(last: _Last, source: Source, values: Mapping[str, Value]) -> Flat | No
     return flat if flat.values.keys().isdisjoint(tensors) else None
 
 
-def _known(last: _Last, flat: Flat) -> bool:
-    """Whether these are the last tensors."""
-    return (
-        flat.parameters == last.parameters
-        and list(flat.tensors) == last.names
-        and all(map(is_, flat.tensors.values(), map(call, last.tensors)))
-    )
+def _are(last: _Last, tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether these are the last tensors, and named as those."""
+    return list(tensors) == last.names and all(map(is_, tensors.values(), map(call, last.tensors)))
 
 
 def _again(last: _Last, flat: Flat) -> Plan | None:

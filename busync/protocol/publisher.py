@@ -232,7 +232,7 @@ class PublisherProtocol:
                 for number in message.released:
                     self._release(session, number)
                 self._want(session, message)
-                if message.released and (topic.queue or topic.ledger.dropped):
+                if message.released:
                     self._serve_queue(topic, now)
                 if message.ack or message.released:
                     self._waits.progress(session)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Literal
 
 from busync.ids import SessionId, Version
@@ -62,9 +61,6 @@ class Wait:
         )
 
 
-_deadline_of: Callable[[Wait], float] = attrgetter("deadline_at")
-
-
 class Waits:
     """Every wait of a publisher. ``answer`` is called with the report of each that is over, in the order they end."""
 
@@ -88,7 +84,7 @@ class Waits:
 
     def deadline(self) -> float | None:
         """When the first of them ends at the latest."""
-        return min(map(_deadline_of, self._waits.values()), default=None)
+        return min([wait.deadline_at for wait in self._waits.values()], default=None)
 
     def expire(self, now: float) -> None:
         """End the waits whose time is up."""
@@ -97,8 +93,8 @@ class Waits:
 
     def progress(self, session: Session) -> None:
         """A session has acknowledged, or let go of, a version."""
-        for wait in list(self._waits.values()):
-            if wait.topic is session.topic:
+        if self._waits:
+            for wait in self._of(session.topic):
                 self._look(wait, (session,))
 
     def fail(self, session: Session, version: int, reason: str) -> None:

@@ -228,7 +228,7 @@ class DoorPoll(forks.ForkAware, Generic[T]):
         """Watch a connection; ``ready`` gives its ``owner``.
 
         Raises:
-            FdError: the system watches too many for this user.
+            FdError: it cannot be watched; most likely the system watches too many for this user.
         """
         try:
             self._poll.register(door.fileno(), select.EPOLLIN)

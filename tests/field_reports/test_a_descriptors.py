@@ -40,8 +40,8 @@ MUTANTS = {
     ),
     "test_b06_the_sharing_strategy_of_the_program_is_its_own": Mutant(
         "busync/handles/planner.py",
-        "        known = flat is not None\n",
-        "        [t.share_memory_() for t in source.values()]\n        known = flat is not None\n",
+        "        if flat is None:\n",
+        "        [t.share_memory_() for t in source.values()]\n        if flat is None:\n",
         "tensors are shared by torch's own means, which may need a helper process",
     ),
 }
