@@ -123,9 +123,11 @@ class Links:
 
     def _doors_ready(self) -> None:
         """Take one packet from each door that has one. Whoever has sent more, or has gone, is ready again."""
-        for peer in self._doors.ready(DOORS_PER_TURN):
-            self._receive(peer)
-        self._carry_out()
+        try:
+            for peer in self._doors.ready(DOORS_PER_TURN):
+                self._receive(peer)
+        finally:  # what was decided for some must not wait for others
+            self._carry_out()
 
     def _receive(self, peer: Peer) -> None:
         try:

@@ -236,6 +236,10 @@ def encode(message: Message) -> bytes:
 _encoder = msgspec.msgpack.Encoder()
 
 
+#: What decoding raises. A MsgspecError was no ValueError in earlier versions of msgspec.
+_BAD = (msgspec.MsgspecError, msgpack.UnpackException, ValueError, TypeError, RecursionError)
+
+
 def _door_decoder(union: Any) -> Callable[[bytes], Any]:
     # msgspec reads straight into the message. It bounds only what has a type, and a packet is small: what is in an
     # untyped field takes less than 120 bytes of memory for each of its own.
@@ -246,7 +250,7 @@ def _door_decoder(union: Any) -> Callable[[bytes], Any]:
             raise DecodeError("door", f"{len(data)} bytes are more than the {MAX_PACKET_BYTES} allowed")
         try:
             message = decoder.decode(data)
-        except (ValueError, RecursionError) as error:
+        except _BAD as error:
             raise DecodeError("door", str(error)[:200] or type(error).__name__) from None
         if isinstance(message, Announce):
             _check_values("door", message)
@@ -273,7 +277,7 @@ def _bus_decoder(union: Any, max_bytes: int, max_items: int) -> Callable[[bytes]
             if kind is None:
                 raise DecodeError("bus", "it is of no known type")
             message = msgspec.convert(tree, kind)
-        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        except _BAD as error:
             raise DecodeError("bus", str(error)[:200] or type(error).__name__) from None
         if isinstance(message, Announce):
             _check_values("bus", message)
