@@ -1,4 +1,4 @@
-"""What the calls of a subscriber wait for: their requests, the one Want that serves them all, and what is at hand.
+"""What the calls of a subscriber wait for: the one Want that serves them all, and what is at hand.
 
 ``Asking`` is the base of ``Subscriber``, which opens and closes, and tells it what the session brings.
 """
@@ -11,23 +11,20 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 from busync import forks
 from busync.attachment import Attachment
-from busync.errors import BusyncError, ClosedError, OptionError, PinnedError, UsageError, WaitTimeout
+from busync.errors import BusyncError, ClosedError, PinnedError, UsageError, WaitTimeout
 from busync.handles import gpus, unmapping
 from busync.holds import Hold
 from busync.ids import Incarnation, Version
 from busync.options import check_seconds
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol
+from busync.requests import LATEST, Request, S, Waiter
 from busync.session import Session
-from busync.snapshot import SnapshotBase
 from busync.transport.endpoint import Endpoint
-
-S = TypeVar("S", bound=SnapshotBase)  #: what callers get
 
 #: Waits until something has arrived, for so many seconds at most (None: for ever).
 Pause = Callable[[float | None], None]
@@ -36,53 +33,9 @@ HELD_PATIENCE = 1.0  #: seconds that a call waits for versions to be let go of h
 POLL_WINDOW = 0.002  #: seconds that a version which is there gets to arrive, unless poll() is given others
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a call asks for: a version newer than all that were handed out, or one that is ``enough``."""
-
-    enough: Version | None = None  #: a version that was handed out before will do if it is at least this
-
-
-NEXT, LATEST = Request(), Request(Version(1))
-
-
-def request_version(version: int) -> Request:
-    """A request for ``version`` or a later one.
-
-    Raises:
-        OptionError: ``version`` is not a whole number of at least 1.
-    """
-    if type(version) is not int or version < 1:
-        raise OptionError("version", version, "a whole number, 1 or more")
-    return Request(Version(version))
-
-
 def letting_go() -> bool:
     """Whether leases are about to end, of which the last tensor is gone."""
     return unmapping() or gpus.releasing()
-
-
-class _Waiter(Generic[S]):
-    """A call that waits for a version newer than ``have``: a coroutine, or plain code that gives turns itself."""
-
-    __slots__ = ("error", "future", "have", "request", "snapshot")
-
-    def __init__(self, request: Request | None, have: Version, future: asyncio.Future[S] | None = None) -> None:
-        self.request = request  #: what ``have`` follows from, which depends on the session; None: it stays
-        self.have = have
-        self.future = future
-        self.snapshot: S | None = None
-        self.error: BusyncError | None = None
-
-    def give(self, snapshot: S) -> None:
-        self.snapshot = snapshot
-        if self.future is not None and not self.future.done():
-            self.future.set_result(snapshot)
-
-    def fail(self, error: BusyncError) -> None:
-        self.error = error
-        if self.future is not None and not self.future.done():
-            self.future.set_exception(error)
 
 
 class Asking(forks.ForkAware, Generic[S]):
@@ -97,7 +50,7 @@ class Asking(forks.ForkAware, Generic[S]):
         self._attachment: Attachment  #: once opened
         self._opened = self._closed = False
         self._final: BusyncError | None = None  #: why there will never be a session again
-        self._waiters: list[_Waiter[S]] = []
+        self._waiters: list[Waiter[S]] = []
         self._unsaid = False  #: what the waiters want must be said when the door has room
         self._held_timer: asyncio.TimerHandle | None = None
         self._prefetched: S | None = None
@@ -171,7 +124,7 @@ class Asking(forks.ForkAware, Generic[S]):
         if ready is not None:
             return self._hand_over(ready)
         future: asyncio.Future[S] = self._attachment.loop.create_future()
-        waiter = _Waiter(request, self._have(request), future)
+        waiter = Waiter(request, self._have(request), future)
         self._waiters.append(waiter)
         self._update_demand()
         try:
@@ -198,7 +151,7 @@ class Asking(forks.ForkAware, Generic[S]):
         session = self._attachment.session
         if session is None or not self._core.attached:
             return None
-        waiter: _Waiter[S] = _Waiter(request, self._have(request))
+        waiter: Waiter[S] = Waiter(request, self._have(request))
         self._wait_here(session, waiter, timeout if timeout is None else self._patience(timeout, waiter), pause)
         if waiter.snapshot is not None:
             return self._hand_over(waiter.snapshot)
@@ -220,14 +173,14 @@ class Asking(forks.ForkAware, Generic[S]):
         if ahead is not None and (ahead.version == session.newest or self._core.taken >= self._core.max_held):
             return self._hand_over(ahead)
         have = max(self.adopted, ahead.version if ahead is not None else Version(0))
-        waiter: _Waiter[S] = _Waiter(None, have)
+        waiter: Waiter[S] = Waiter(None, have)
         self._wait_here(session, waiter, timeout, pause)
         if waiter.snapshot is None and self._session is not session:
             return None  # what was asked for ahead went with its session
         snapshot = waiter.snapshot or ahead
         return self._hand_over(snapshot) if snapshot is not None else None
 
-    def _wait_here(self, session: Session, waiter: _Waiter[S], patience: float | None, pause: Pause) -> None:
+    def _wait_here(self, session: Session, waiter: Waiter[S], patience: float | None, pause: Pause) -> None:
         """Give turns until the waiter has its version, its time is over, or the session is."""
         attachment, core = self._attachment, self._core
         stop_at = None if patience is None else time.monotonic() + patience
@@ -280,7 +233,7 @@ class Asking(forks.ForkAware, Generic[S]):
             if session is self._attachment.session:
                 self._core.ack(version)
 
-    def _patience(self, timeout: float, waiter: _Waiter[S]) -> float:
+    def _patience(self, timeout: float, waiter: Waiter[S]) -> float:
         """Seconds to wait: a version that is there gets some, or a caller with little time would never get it."""
         return max(timeout, POLL_WINDOW) if self.version > waiter.have else timeout
 
@@ -373,7 +326,7 @@ class Asking(forks.ForkAware, Generic[S]):
                 waiter.fail(error)
         self._update_demand()  # which also says what leases are not needed any more
 
-    def _remove(self, waiter: _Waiter[S]) -> None:
+    def _remove(self, waiter: Waiter[S]) -> None:
         if waiter in self._waiters:
             self._waiters.remove(waiter)
             self._update_demand()

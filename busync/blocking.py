@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from busync import forks
 from busync import subscriber as aio
-from busync.asking import LATEST, NEXT, POLL_WINDOW, Request, request_version
+from busync.asking import POLL_WINDOW
 from busync.calls import settle
 from busync.errors import ClosedError, UsageError
 from busync.handles import NameMap, Source
@@ -35,6 +35,7 @@ from busync.protocol.effects import Granted
 from busync.protocol.waits import WaitFor
 from busync.publisher import WAIT_TIMEOUT, LoanBase, PublisherBase
 from busync.publishing import PublishReport, Wait, drain
+from busync.requests import LATEST, NEXT, Request, request_version
 from busync.snapshot import SnapshotBase
 from busync.wire import Value
 

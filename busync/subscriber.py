@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from busync import forks
-from busync.asking import LATEST, NEXT, POLL_WINDOW, Asking, letting_go, request_version
+from busync.asking import POLL_WINDOW, Asking, letting_go
 from busync.attachment import Attachment
 from busync.calls import settle, start_job
 from busync.errors import (
@@ -32,6 +32,7 @@ from busync.ids import DEFAULT_TOPIC, Incarnation, Version
 from busync.options import SubscriberOptions, check_seconds
 from busync.protocol import effects as fx
 from busync.protocol.subscriber import SubscriberProtocol, make_nack
+from busync.requests import LATEST, NEXT, request_version
 from busync.session import Session
 from busync.snapshot import Snapshot
 from busync.transport.endpoint import Endpoint

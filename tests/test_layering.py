@@ -21,7 +21,7 @@ LAYERS = {
     "protocol": 3, "handles": 3, "transport": 3,
     "pool": 4,
     "calls": 5, "exports": 5, "links": 5, "server": 5, "session": 5, "snapshot": 5, "publishing": 5, "attachment": 5,
-    "publisher": 5, "asking": 5, "holds": 5, "subscriber": 5, "blocking": 5,
+    "publisher": 5, "asking": 5, "requests": 5, "holds": 5, "subscriber": 5, "blocking": 5,
     "daemon": 6,
 }  # fmt: skip
 #: Layers whose modules may import each other.
