@@ -25,6 +25,12 @@ LONGEST_PAUSE = 3600.0  #: seconds; poll(2) takes no more than 24 days
 RETRY = 0.005  #: seconds until packets that found no room are tried again
 
 
+def _without_frames(error: BusyncError) -> BusyncError:
+    """The error, to be kept: its traceback leads to the frames of callers, and to the versions in their variables."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
 class AttachmentOwner(Protocol):
     """Who is told what happens."""
 
@@ -179,7 +185,7 @@ class Attachment:
             logger.warning("the session with the publisher at %s ended: %s", self._endpoint.directory, reason)
         if isinstance(error, SessionEnded):
             error = PublisherLost(self._endpoint.directory, error.text)
-        self.lost_reason = error
+        self.lost_reason = _without_frames(error)
         self._owner.session_ended(error)
         self._changed.set()
 
@@ -192,7 +198,7 @@ class Attachment:
                 reason = "nobody is there" if isinstance(error, (FileNotFoundError, ConnectionRefusedError)) else error
                 self.lost_reason = PublisherLost(self._endpoint.directory, str(reason))
             except BusyncError as error:
-                self.lost_reason = error
+                self.lost_reason = _without_frames(error)
             else:
                 opened_at = self.loop.time()
                 late = self.loop.call_later(ATTACH_TIMEOUT, self._check_attached, session)

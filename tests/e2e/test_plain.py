@@ -7,14 +7,17 @@ import gc
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
 
 import busync
 from busync import blocking, holds, session
+from busync.attachment import Attachment
+from busync.errors import PublisherLost, RefusedError
 from busync.handles.unmapper import LARGE_BYTES
 from tests.support import patterns
 
@@ -267,3 +270,40 @@ def test_a_handler_that_raises_while_a_session_ends_does_not_end_the_subscriber(
         pub.publish(patterns.state(1, 1))
         assert sub.next(5).incarnation == pub.incarnation
         sub.close()
+
+
+def test_why_a_session_is_lost_keeps_nothing_that_callers_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is kept has a traceback, and with it the frames of whoever called, and what they hold."""
+
+    class Held:
+        pass
+
+    turn, turns = Attachment.turn, []
+
+    def break_later(attachment: Attachment) -> None:
+        """The first turn is the keeper's, a coroutine; in the next ones the loop itself calls."""
+        turns.append(attachment)
+        if len(turns) % 2:
+            turn(attachment)
+            return
+        try:
+            raise RefusedError("p", "protocol", "for a test")
+        except RefusedError as error:
+            attachment.end(error)
+
+    with blocking.Publisher("p"), blocking.Subscriber("p") as sub:
+        attachment = sub._inner._attachment
+
+        def call() -> weakref.ref[Held]:
+            held = Held()
+            with monkeypatch.context() as patch:
+                patch.setattr(Attachment, "turn", break_later)
+                attachment.end(PublisherLost("p", "for a test"))
+                with suppress(busync.WaitTimeout):
+                    sub.next(timeout=0.3)
+            return weakref.ref(held)
+
+        known = call()
+        gc.collect()
+        assert isinstance(attachment.lost_reason, RefusedError)
+        assert known() is None
