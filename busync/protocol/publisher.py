@@ -2,6 +2,10 @@
 
 The shell calls a method for everything that happens and then carries out ``take_effects()`` in order. Nothing here
 waits: a publish that finds no segment leaves a reservation, which a later call answers with a Reserved effect.
+
+One class, and longer than others: what ends a lease may serve a reservation, drop a segment, end a wait and grant a
+version, so its parts would share all of its books; and the explorer freezes and thaws it whole. What stands alone is
+elsewhere: ``ledger``, ``topics``, ``waits``, ``status``.
 """
 
 from __future__ import annotations
